@@ -1,0 +1,20 @@
+"""Errors that are meant for people."""
+
+
+class IsobitError(Exception):
+    """What was wrong, where, what was expected and what to do, in one line.
+
+    The CLI prints the message and exits with code 2; the server answers with OpenAI's error body.
+    """
+
+
+class CheckpointError(IsobitError):
+    """A checkpoint folder or one of its files cannot be used."""
+
+
+class RequestError(IsobitError):
+    """A request cannot be served as asked; `param` names the offending field, or is None."""
+
+    def __init__(self, message: str, param: str | None = None):
+        super().__init__(message)
+        self.param = param

@@ -1,0 +1,50 @@
+"""The row contract: every step of the model, with the bytes of a row depending on that row alone."""
+
+import importlib
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import numba
+
+OP_FOLDERS = (
+    "linear",
+    "embedding",
+    "norm",
+    "gated_residual",
+    "delta_rule",
+    "sparse_attention",
+    "experts",
+    "ngram_embedding",
+    "sample",
+    "rows",
+)
+
+Ops = Any  # the namespace of op functions that docs/architecture.md lists
+
+
+def load_ops(device: str) -> Ops:
+    """The op functions of a device kind, as one namespace; raises ValueError for a device that has none."""
+    if device != "cpu":
+        raise ValueError(f"device {device!r} is not available: expected 'cpu'")
+    functions: dict[str, Any] = {"device": device}
+    for folder in OP_FOLDERS:
+        module = importlib.import_module(f"isobit.ops.{folder}.{device}")
+        functions.update({name: getattr(module, name) for name in module.__all__})
+    return SimpleNamespace(**functions)
+
+
+def import_contracts() -> None:
+    """Import the contract module of every op folder, so that each registers itself."""
+    for folder in OP_FOLDERS:
+        importlib.import_module(f"isobit.ops.{folder}.contract")
+
+
+def threads() -> int:
+    """How many threads CPU kernels use."""
+    return numba.get_num_threads()
+
+
+def set_threads(count: int) -> None:
+    """Use `count` threads in CPU kernels (1 to the number that Numba launched); never changes a bit."""
+    numba.set_num_threads(max(1, min(count, numba.config.NUMBA_NUM_THREADS, os.cpu_count() or 1)))

@@ -1,0 +1,19 @@
+"""Where CPU ops get their output arrays; the contract swaps the allocator for poisoned, guarded buffers."""
+
+from collections.abc import Callable
+
+import numpy as np
+
+_allocate: Callable[..., np.ndarray] = np.empty
+
+
+def empty(shape, dtype=np.float32) -> np.ndarray:
+    """An uninitialised output array of `shape` and `dtype`; the op that asked for it must write every element."""
+    return _allocate(shape, dtype)
+
+
+def set_allocator(allocate: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
+    """Replace the allocator of op outputs; returns the previous one. For the contract's hygiene gate only."""
+    global _allocate
+    previous, _allocate = _allocate, allocate
+    return previous

@@ -1,0 +1,91 @@
+"""The registry of the row contract: every op states its cases, its float64 reference, its error limit and how to run it.
+
+A case holds the inputs of some streams, a few rows each. A plan says which rows one call computes. The gates
+(`isobit.contract`) run every implementation over many plans and compare bytes; an op only describes itself here.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+Outputs = dict[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Span:
+    """`count` consecutive rows of case stream `stream`, from row `first` of that stream."""
+
+    stream: int
+    first: int
+    count: int
+
+
+@dataclass
+class Case:
+    """Inputs of one check. `rows[i]` is the number of rows of stream i; `inputs` belongs to the op.
+
+    A stateless op gives every row its own stream (rows all 1), so that any order and any subset may be asked for.
+    """
+
+    label: str
+    rows: tuple[int, ...]
+    inputs: dict[str, Any] = field(repr=False)
+
+
+class Op(Protocol):
+    """What an op registers. `implementations` are in order of trust: the first is the oracle the others replace."""
+
+    name: str
+    implementations: tuple[str, ...]
+
+    def cases(self, rng: np.random.Generator, full: bool) -> Iterator[Case]:
+        """Random and adversarial cases (large, tiny, subnormal, cancelling, equal, zero); `full` adds real widths."""
+
+    def begin(self, case: Case) -> Any:
+        """Fresh state for all streams of the case, prepared weights included."""
+
+    def call(self, implementation: str, case: Case, state: Any, plan: Sequence[Span]) -> Outputs:
+        """Run one forward over the spans in order; arrays [rows of the plan, ...]. Raises KeyError if it can't."""
+
+    def final_state(self, case: Case, state: Any) -> Outputs:
+        """What the calls left behind, as arrays to compare by bytes; {} for a stateless op."""
+
+    def reference(self, case: Case) -> Outputs:
+        """The float64 value of every output, rows stream after stream."""
+
+    def error_limit(self, case: Case, reference: Outputs) -> Outputs:
+        """The largest allowed |output - reference|, broadcastable to each output."""
+
+    def limits(self) -> list[str]:
+        """Shapes that the cases do not cover, and why."""
+
+
+_registry: dict[str, Op] = {}
+
+
+def register(op: Op) -> Op:
+    """Add an op to the contract; raises ValueError if the name is taken."""
+    if op.name in _registry:
+        raise ValueError(f"op {op.name} is registered twice")
+    _registry[op.name] = op
+    return op
+
+
+def registered() -> dict[str, Op]:
+    """All ops by name, after importing every op folder."""
+    from isobit.ops import import_contracts
+
+    import_contracts()
+    return dict(_registry)
+
+
+@dataclass(frozen=True)
+class Control:
+    """A planted defect: `plant()` gives an Op whose named gate must turn red. Lives in tests, never in production."""
+
+    op: str
+    gate: str
+    defect: str
+    plant: Callable[[], Op]
