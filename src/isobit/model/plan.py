@@ -1,0 +1,52 @@
+"""What one forward computes: segments of consecutive tokens of some streams."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from isobit.model.state import Stream
+
+
+@dataclass(frozen=True)
+class Segment:
+    """The next `tokens` of a stream, from its current position on. `logits`: for its last row only, or for every row."""
+
+    stream: Stream
+    tokens: tuple[int, ...]
+    logits: str = "last"
+
+    def logit_rows(self, start: int) -> range:
+        """The rows of the plan that this segment wants logits for, when it begins at row `start`."""
+        end = start + len(self.tokens)
+        return {"last": range(end - 1, end), "all": range(start, end), "none": range(0)}[self.logits]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The segments of one forward, each of another stream, laid end to end."""
+
+    segments: tuple[Segment, ...]
+
+    def __post_init__(self) -> None:
+        streams = {segment.stream.slot for segment in self.segments}
+        if len(streams) != len(self.segments) or not self.segments:
+            raise ValueError("a plan needs at least one segment, each of another stream")
+        if any(not segment.tokens for segment in self.segments):
+            raise ValueError("a segment needs at least one token")
+
+    @property
+    def starts(self) -> np.ndarray:
+        """int32 [S+1], where each segment begins among the rows."""
+        return np.cumsum([0] + [len(segment.tokens) for segment in self.segments], dtype=np.int32)
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """int32 [R], all rows' token ids."""
+        return np.array([token for segment in self.segments for token in segment.tokens], dtype=np.int32)
+
+    @property
+    def logit_rows(self) -> np.ndarray:
+        """int64 [L], the rows that logits are wanted for, ascending."""
+        starts = self.starts
+        rows = [row for i, segment in enumerate(self.segments) for row in segment.logit_rows(int(starts[i]))]
+        return np.array(rows, dtype=np.int64)

@@ -1,0 +1,206 @@
+"""The state of streams: slots of recurrent state, pages of key-value rows, and kept states that restore at any row."""
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from isobit.errors import IsobitError
+from isobit.ops.batch import PAGE_ROWS, Array, AttentionCache, Batch
+
+if TYPE_CHECKING:
+    from isobit.model.plan import Plan
+
+
+class StateFullError(IsobitError):
+    """No slot or page is free for what was asked."""
+
+
+@dataclass
+class Stream:
+    """A reply's place in the pools. `rows` tokens are in its state; `pages` holds its key-value pages in order."""
+
+    slot: int
+    pages: list[int] = field(default_factory=list)
+    rows: int = 0
+
+
+@dataclass(frozen=True)
+class KeptState:
+    """A stream's state at row `rows`: copies of its recurrent state, and shares of its key-value pages."""
+
+    rows: int
+    pages: tuple[int, ...]
+    recurrent: dict[str, Array]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the copies; the shared pages are not counted."""
+        return sum(array.nbytes for array in self.recurrent.values())
+
+
+class StatePool:
+    """Every stream's state on the device.
+
+    `recurrent`: named pools with the slot as first index. `caches`: one AttentionCache a name, the page as first
+    index; `index_block` rows share one pooled key. A page that several streams or kept states share is copied before
+    it is written.
+    """
+
+    def __init__(
+        self,
+        ops,
+        recurrent: dict[str, Array],
+        initial: dict[str, int],
+        caches: dict[str, AttentionCache],
+        index_block: int,
+        slots: int,
+        pages: int,
+    ):
+        self.ops = ops
+        self.recurrent = recurrent
+        self.initial = initial
+        self.caches = caches
+        self.index_block = index_block
+        self._free_slots = list(range(slots - 1, -1, -1))
+        self._free_pages = list(range(pages - 1, -1, -1))
+        self._page_users = [0] * pages
+
+    @property
+    def free_slots(self) -> int:
+        return len(self._free_slots)
+
+    @property
+    def free_pages(self) -> int:
+        return len(self._free_pages)
+
+    def open(self) -> Stream:
+        """A stream at row 0; raises StateFullError when every slot is taken."""
+        if not self._free_slots:
+            raise StateFullError("every state slot is taken: wait for a running reply to end")
+        stream = Stream(self._free_slots.pop())
+        for name, pool in self.recurrent.items():
+            self.ops.fill_rows(pool, [stream.slot], self.initial.get(name, 0))
+        return stream
+
+    def close(self, stream: Stream) -> None:
+        """Give the stream's slot and pages back."""
+        self._release(stream.pages)
+        stream.pages.clear()
+        self._free_slots.append(stream.slot)
+
+    def save(self, stream: Stream) -> KeptState:
+        """The stream's state at its current row; costs copies of the recurrent state, and shares the pages."""
+        pages = tuple(stream.pages[: pages_for(stream.rows)])
+        self._share(pages)
+        copies = {name: self.ops.take_rows(pool, [stream.slot]) for name, pool in self.recurrent.items()}
+        return KeptState(stream.rows, pages, copies)
+
+    def restore(self, kept: KeptState) -> Stream:
+        """A new stream that goes on from the kept state."""
+        stream = self.open()
+        for name, copy in kept.recurrent.items():
+            self.ops.put_rows(self.recurrent[name], [stream.slot], copy)
+        self._share(kept.pages)
+        stream.pages = list(kept.pages)
+        stream.rows = kept.rows
+        return stream
+
+    def rewind(self, stream: Stream, kept: KeptState) -> None:
+        """Take the stream back to a state that was kept of it."""
+        for name, copy in kept.recurrent.items():
+            self.ops.put_rows(self.recurrent[name], [stream.slot], copy)
+        self._share(kept.pages)
+        self._release(stream.pages)
+        stream.pages = list(kept.pages)
+        stream.rows = kept.rows
+
+    def drop(self, kept: KeptState) -> None:
+        """Give up a kept state's share of its pages."""
+        self._release(kept.pages)
+
+    def reserve(self, stream: Stream, count: int) -> None:
+        """Make sure that rows [stream.rows, stream.rows + count) can be written to pages of the stream's own."""
+        needed = pages_for(stream.rows + count)
+        missing = needed - len(stream.pages)
+        first_written = stream.rows // PAGE_ROWS
+        shared = [i for i in range(first_written, len(stream.pages)) if self._page_users[stream.pages[i]] > 1]
+        if missing + len(shared) > len(self._free_pages):
+            raise StateFullError(
+                f"the key-value pages are full: {missing + len(shared)} needed, {len(self._free_pages)} free"
+            )
+        for i in shared:
+            stream.pages[i] = self._copy_page(stream.pages[i])
+        stream.pages.extend(self._take_page() for _ in range(missing))
+
+    def batch(self, plan: "Plan") -> Batch:
+        """The plan's rows and where their streams' state lies; reserves the pages that it will write."""
+        streams = [segment.stream for segment in plan.segments]
+        for segment in plan.segments:
+            self.reserve(segment.stream, len(segment.tokens))
+        return Batch(
+            slots=np.array([stream.slot for stream in streams], dtype=np.int32),
+            starts=plan.starts,
+            first=np.array([stream.rows for stream in streams], dtype=np.int32),
+            pages=page_table(streams),
+        )
+
+    def export(self, stream: Stream) -> dict[str, np.ndarray]:
+        """The whole state at the stream's row as host arrays: what defines its future, and nothing beyond."""
+        arrays = {name: self.ops.to_host(self.ops.take_rows(p, [stream.slot]))[0] for name, p in self.recurrent.items()}
+        for name, cache in self.caches.items():
+            rows = max(stream.rows - 1, 0) if name == "mtp" else stream.rows
+            arrays.update({f"{name}.{part}": array for part, array in self._export_cache(cache, stream, rows)})
+        return arrays
+
+    def digest(self, stream: Stream) -> str:
+        """SHA-256 over the exported state: equal digests, equal futures."""
+        digest = hashlib.sha256(str(stream.rows).encode())
+        for name, array in sorted(self.export(stream).items()):
+            digest.update(f"{name}{array.shape}{array.dtype}".encode())
+            digest.update(np.ascontiguousarray(array).tobytes())
+        return digest.hexdigest()
+
+    def _export_cache(self, cache: AttentionCache, stream: Stream, rows: int) -> Iterator[tuple[str, np.ndarray]]:
+        counts = {"keys": rows, "values": rows, "index_raw": rows, "index_pooled": rows // self.index_block}
+        for part, count in counts.items():
+            paged = self.ops.to_host(self.ops.take_rows(getattr(cache, part), stream.pages))
+            yield part, paged.reshape(-1, *paged.shape[2:])[:count]
+
+    def _take_page(self) -> int:
+        page = self._free_pages.pop()
+        self._page_users[page] = 1
+        return page
+
+    def _copy_page(self, source: int) -> int:
+        page = self._take_page()
+        for cache in self.caches.values():
+            for pool in (cache.keys, cache.values, cache.index_raw, cache.index_pooled):
+                self.ops.put_rows(pool, [page], self.ops.take_rows(pool, [source]))
+        self._release([source])
+        return page
+
+    def _share(self, pages: tuple[int, ...]) -> None:
+        for page in pages:
+            self._page_users[page] += 1
+
+    def _release(self, pages) -> None:
+        for page in pages:
+            self._page_users[page] -= 1
+            if self._page_users[page] == 0:
+                self._free_pages.append(page)
+
+
+def pages_for(rows: int) -> int:
+    """How many pages hold `rows` rows."""
+    return -(-rows // PAGE_ROWS)
+
+
+def page_table(streams: list[Stream]) -> np.ndarray:
+    """int32 [S, P], the streams' pages in order, padded with page 0."""
+    table = np.zeros((len(streams), max(len(stream.pages) for stream in streams)), dtype=np.int32)
+    for i, stream in enumerate(streams):
+        table[i, : len(stream.pages)] = stream.pages
+    return table
