@@ -1,0 +1,56 @@
+"""Row movement on the CPU."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from isobit.ops.batch import Batch
+from isobit.ops.buffers import empty
+
+__all__ = ["fill_rows", "put_rows", "shift_rows", "take_rows", "to_host", "zeros"]
+
+Indices = np.ndarray | Sequence[int]
+
+
+def zeros(shape: tuple[int, ...], dtype) -> np.ndarray:
+    """A zeroed array of the device; the memory is only committed when it is written."""
+    return np.zeros(shape, dtype)
+
+
+def to_host(x: np.ndarray) -> np.ndarray:
+    """x as a NumPy array."""
+    return x
+
+
+def take_rows(x: np.ndarray, indices: Indices) -> np.ndarray:
+    """A copy of rows `indices` of x: [len(indices), ...]."""
+    out = empty((len(indices), *x.shape[1:]), x.dtype)
+    for i, index in enumerate(indices):
+        out[i] = x[index]
+    return out
+
+
+def put_rows(x: np.ndarray, indices: Indices, values: np.ndarray) -> None:
+    """Write values[i] to row indices[i] of x, in place."""
+    for i, index in enumerate(indices):
+        x[index] = values[i]
+
+
+def fill_rows(x: np.ndarray, indices: Indices, value) -> None:
+    """Write `value` to every element of rows `indices` of x, in place."""
+    for index in indices:
+        x[index] = value
+
+
+def shift_rows(x: np.ndarray, last: np.ndarray, batch: Batch) -> np.ndarray:
+    """Each row's predecessor in its stream: [R, ...] -> [R, ...].
+
+    The first row of a segment gets last[slot]; afterwards last[slot] holds the segment's last row.
+    """
+    out = empty(x.shape, x.dtype)
+    for segment, slot in enumerate(batch.slots):
+        start, end = batch.starts[segment], batch.starts[segment + 1]
+        out[start] = last[slot]
+        out[start + 1 : end] = x[start : end - 1]
+        last[slot] = x[end - 1]
+    return out
