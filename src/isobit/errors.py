@@ -13,8 +13,13 @@ class CheckpointError(IsobitError):
 
 
 class RequestError(IsobitError):
-    """A request cannot be served as asked; `param` names the offending field, or is None."""
+    """A request cannot be served as asked; `param` names the offending field, `code` is OpenAI's code, or None."""
 
-    def __init__(self, message: str, param: str | None = None):
+    def __init__(self, message: str, param: str | None = None, code: str | None = None):
         super().__init__(message)
         self.param = param
+        self.code = code
+
+
+class QueueFullError(IsobitError):
+    """As many requests wait as the server lets wait; try again later."""

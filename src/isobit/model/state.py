@@ -76,6 +76,12 @@ class StatePool:
     def free_pages(self) -> int:
         return len(self._free_pages)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all pools when every slot and page is in use."""
+        caches = [pool for cache in self.caches.values() for pool in cache_pools(cache)]
+        return sum(pool.nbytes for pool in [*self.recurrent.values(), *caches])
+
     def open(self) -> Stream:
         """A stream at row 0; raises StateFullError when every slot is taken."""
         if not self._free_slots:
@@ -177,7 +183,7 @@ class StatePool:
     def _copy_page(self, source: int) -> int:
         page = self._take_page()
         for cache in self.caches.values():
-            for pool in (cache.keys, cache.values, cache.index_raw, cache.index_pooled):
+            for pool in cache_pools(cache):
                 self.ops.put_rows(pool, [page], self.ops.take_rows(pool, [source]))
         self._release([source])
         return page
@@ -191,6 +197,11 @@ class StatePool:
             self._page_users[page] -= 1
             if self._page_users[page] == 0:
                 self._free_pages.append(page)
+
+
+def cache_pools(cache: AttentionCache) -> tuple[Array, ...]:
+    """The paged pools of an attention layer."""
+    return cache.keys, cache.values, cache.index_raw, cache.index_pooled
 
 
 def pages_for(rows: int) -> int:

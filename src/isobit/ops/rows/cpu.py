@@ -7,7 +7,7 @@ import numpy as np
 from isobit.ops.batch import Batch
 from isobit.ops.buffers import empty
 
-__all__ = ["fill_rows", "put_rows", "shift_rows", "take_rows", "to_host", "zeros"]
+__all__ = ["fill_rows", "put_rows", "shift_rows", "split_columns", "take_rows", "to_host", "zeros"]
 
 Indices = np.ndarray | Sequence[int]
 
@@ -54,3 +54,10 @@ def shift_rows(x: np.ndarray, last: np.ndarray, batch: Batch) -> np.ndarray:
         out[start + 1 : end] = x[start : end - 1]
         last[slot] = x[end - 1]
     return out
+
+
+def split_columns(x: np.ndarray, column: int) -> tuple[np.ndarray, np.ndarray]:
+    """Copies of the columns before `column` and from it on: [R, N] -> [R, column], [R, N - column]."""
+    left, right = empty((len(x), column), x.dtype), empty((len(x), x.shape[1] - column), x.dtype)
+    left[...], right[...] = x[:, :column], x[:, column:]
+    return left, right

@@ -1,0 +1,137 @@
+"""The blocks of Flash Next as compositions of ops. No block does arithmetic: it passes opaque arrays on."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from isobit.model.state import StatePool
+from isobit.model.trace import Trace
+from isobit.ops.batch import Array, Batch
+
+Handle = Any  # what an op's prepare function returned
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What all blocks of one forward share."""
+
+    ops: Any
+    state: StatePool
+    batch: Batch
+    trace: Trace | None = None
+
+
+@dataclass(frozen=True)
+class GatedDeltaNet:
+    """Linear attention by the gated delta rule. State: `<name>.conv` and `<name>.recurrent`."""
+
+    name: str
+    in_qkv: Handle
+    in_z: Handle
+    in_a: Handle
+    in_b: Handle
+    delta: Handle
+    out: Handle
+
+    def __call__(self, run: Pass, x: Array) -> Array:
+        """[R, H] -> [R, H]."""
+        ops, pools = run.ops, run.state.recurrent
+        qkv = ops.causal_conv(ops.linear(x, self.in_qkv), self.delta, pools[f"{self.name}.conv"], run.batch)
+        a, b = ops.linear(x, self.in_a), ops.linear(x, self.in_b)
+        mixed = ops.delta_rule(qkv, a, b, self.delta, pools[f"{self.name}.recurrent"], run.batch)
+        return ops.linear(ops.gated_norm(mixed, ops.linear(x, self.in_z), self.delta), self.out)
+
+
+@dataclass(frozen=True)
+class SparseAttention:
+    """Attention over the indexer's best blocks. State: the cache `<name>`."""
+
+    name: str
+    q: Handle
+    k: Handle
+    v: Handle
+    index_qk: Handle
+    index_split: int
+    attention: Handle
+    out: Handle
+
+    def __call__(self, run: Pass, x: Array) -> Array:
+        """[R, H] -> [R, H]."""
+        ops, cache = run.ops, run.state.caches[self.name]
+        index_q = self.write(run, x)
+        keep_scores = run.trace is not None
+        selection = ops.attention_select(index_q, self.attention, cache, run.batch, keep_scores=keep_scores)
+        if run.trace is not None:
+            record = run.trace.layer(self.name)
+            record.blocks, record.block_counts = selection.blocks, selection.counts
+            record.block_scores = selection.scores
+        mixed = ops.attention_read(ops.linear(x, self.q), selection, self.attention, cache, run.batch)
+        return ops.linear(mixed, self.out)
+
+    def write(self, run: Pass, x: Array) -> Array:
+        """Write the rows' keys and values to the cache; returns the indexer's queries."""
+        ops = run.ops
+        index_q, index_k = ops.split_columns(ops.linear(x, self.index_qk), self.index_split)
+        k, v = ops.linear(x, self.k), ops.linear(x, self.v)
+        ops.attention_write(k, v, index_k, self.attention, run.state.caches[self.name], run.batch)
+        return index_q
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The routed experts and the shared one."""
+
+    name: str
+    router: Handle
+    experts: Handle
+    chosen: int
+    renormalise: bool
+
+    def __call__(self, run: Pass, x: Array) -> Array:
+        """[R, H] -> [R, H]."""
+        ops = run.ops
+        logits = ops.linear(x, self.router)
+        ids, weights = ops.route(logits, self.chosen, self.renormalise)
+        if run.trace is not None:
+            record = run.trace.layer(self.name)
+            record.router_logits, record.router_ids = logits, ids
+        return ops.experts(x, ids, weights, self.experts)
+
+
+@dataclass(frozen=True)
+class NgramInjection:
+    """The n-gram embedding (PLE), added to the streams. State: `<name>.history` and `<name>.ngram_conv`."""
+
+    name: str
+    table: Any
+    end_token: int
+    key: Handle
+    value: Handle
+    ple: Handle
+
+    def __call__(self, run: Pass, streams: Array, tokens: Array) -> None:
+        """Adds to streams [R, S, H] in place."""
+        ops, pools = run.ops, run.state.recurrent
+        ids = ops.ngram_ids(tokens, pools[f"{self.name}.history"], self.table, self.end_token, run.batch)
+        rows = ops.ngram_gather(ids, self.table)
+        key, value = ops.linear(rows, self.key), ops.linear(rows, self.value)
+        ops.ple_inject(streams, key, value, self.ple, pools[f"{self.name}.ngram_conv"], run.batch)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One decoder layer: [n-gram injection], a mixer (DeltaNet or attention) and experts, each between a gated read and write."""
+
+    name: str
+    ngram: NgramInjection | None
+    mixer_site: Handle
+    mixer: GatedDeltaNet | SparseAttention
+    experts_site: Handle
+    experts: Experts
+
+    def __call__(self, run: Pass, streams: Array, tokens: Array) -> None:
+        """Updates streams [R, S, H] in place."""
+        if self.ngram is not None:
+            self.ngram(run, streams, tokens)
+        for site, block in ((self.mixer_site, self.mixer), (self.experts_site, self.experts)):
+            x, injection = run.ops.gated_read(streams, site)
+            run.ops.gated_write(streams, injection, block(run, x))

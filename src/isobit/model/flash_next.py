@@ -1,0 +1,106 @@
+"""Qwen3.8 Flash Next: one forward for decode, draft verification and prompt segments alike."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from isobit.checkpoint.config import FlashNextConfig
+from isobit.model.blocks import Handle, Layer, Pass, SparseAttention
+from isobit.model.mtp import MtpHead
+from isobit.model.plan import Plan
+from isobit.model.state import StatePool
+from isobit.model.trace import Trace
+from isobit.ops.batch import Array
+
+DECODED_PANELS = 1 << 20  # float32 values of decoded weights that the threads hold at a time
+
+
+@dataclass(frozen=True)
+class FlashNext:
+    """The whole model on one device. `context`: the most rows a stream may have (rotary tables reach that far)."""
+
+    ops: Any
+    config: FlashNextConfig
+    context: int
+    embedding: Handle
+    layers: tuple[Layer, ...]
+    mixer: Handle
+    head: Handle
+    mtp: MtpHead | None
+
+    def forward(self, state: StatePool, plan: Plan, trace: Trace | None = None) -> Array:
+        """Run the plan's rows through the model and into their streams' state.
+
+        Returns the logits [L, vocabulary] float32 of the rows that the plan asks for, in row order.
+        """
+        ops = self.ops
+        run = Pass(ops, state, state.batch(plan), trace)
+        tokens = plan.tokens
+        embedded = ops.embed(tokens, self.embedding)
+        streams = ops.expand_streams(embedded, self.config.hc_count)
+        for layer in self.layers:
+            layer(run, streams, tokens)
+        if self.mtp is not None:
+            self.mtp.follow(run, streams, embedded)
+        for segment in plan.segments:
+            segment.stream.rows += len(segment.tokens)
+        return self.logits(ops.take_rows(streams, plan.logit_rows), self.mixer)
+
+    def logits(self, streams: Array, mixer: Handle) -> Array:
+        """Collapse streams [L, S, H] and apply the head: [L, vocabulary]."""
+        collapsed, _ = self.ops.gated_read(streams, mixer)
+        return self.ops.linear(collapsed, self.head)
+
+    def new_state(self, slots: int, pages: int) -> StatePool:
+        """Pools for `slots` streams and `pages` key-value pages."""
+        shapes = self.recurrent_shapes()
+        recurrent = {name: self.ops.zeros((slots, *shape), dtype) for name, (shape, dtype) in shapes.items()}
+        initial = {name: self.config.ple_end_token for name in shapes if name.endswith(".history")}
+        caches = {name: self.ops.attention_cache(handle, pages) for name, handle in self._attention_handles().items()}
+        block = self.config.indexer_compress_ratio
+        return StatePool(self.ops, recurrent, initial, caches, block, slots, pages)
+
+    def recurrent_shapes(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        """The shape and dtype of each recurrent pool's one slot."""
+        config = self.config
+        shapes: dict[str, tuple[tuple[int, ...], str]] = {}
+        stream_shape = (config.hc_count, config.hidden_size)
+        for layer in self.layers:
+            if not isinstance(layer.mixer, SparseAttention):
+                heads, key, value = (
+                    config.linear_num_value_heads,
+                    config.linear_key_head_dim,
+                    config.linear_value_head_dim,
+                )
+                taps = config.linear_conv_kernel_dim
+                shapes[f"{layer.name}.conv"] = ((taps - 1, config.conv_channels), "float32")
+                shapes[f"{layer.name}.recurrent"] = ((heads, key, value), "float32")
+            if layer.ngram is not None:
+                rows = (config.ple_conv_kernel_size - 1) * config.ngram_size
+                shapes[f"{layer.name}.history"] = ((config.ngram_size - 1,), "int32")
+                shapes[f"{layer.name}.ngram_conv"] = ((rows, config.hc_count * config.hidden_size), "float32")
+        if self.mtp is not None:
+            shapes["mtp.streams"] = (stream_shape, "float32")
+        return shapes
+
+    def workspace_bytes(self, rows: int) -> int:
+        """The most bytes of temporary arrays that a forward of `rows` rows needs: an upper estimate from the widths."""
+        config = self.config
+        streams = config.hc_count * config.hidden_size
+        value_width = config.linear_num_value_heads * config.linear_value_head_dim
+        attention_width = config.num_attention_heads * config.head_dim
+        expert_width = config.moe_intermediate_size + config.shared_expert_intermediate_size
+        blocks = config.indexer_budget // config.indexer_compress_ratio
+        row = max(
+            3 * streams,
+            2 * config.conv_channels + 4 * value_width,
+            6 * attention_width + blocks,
+            (config.num_experts_per_tok + 1) * (2 * config.hidden_size + 4 * expert_width) + 2 * config.num_experts,
+        )
+        floats = rows * (row + 3 * streams + 4 * config.hidden_size) + config.vocab_size + DECODED_PANELS
+        return 4 * floats
+
+    def _attention_handles(self) -> dict[str, Handle]:
+        attention = [layer for layer in self.layers if isinstance(layer.mixer, SparseAttention)]
+        if self.mtp is not None:
+            attention.append(self.mtp.layer)
+        return {layer.name: layer.mixer.attention for layer in attention if isinstance(layer.mixer, SparseAttention)}
