@@ -115,6 +115,21 @@ def roots(mine: Recording, reference: Recording) -> list[Root]:
             continue
         dropped, taken = np.setdiff1d(natural, chosen), np.setdiff1d(chosen, natural)
         margin = float(scores[dropped].max() - scores[taken].min())
-        ids = (tuple(map(int, side)) for side in (dropped, taken))
-        found.append(Root(place, *ids, margin=margin, error=errors[place.kind, place.layer]))
+        error = errors[place.kind, place.layer]
+        found.append(Root(place, tuple(dropped.tolist()), tuple(taken.tolist()), margin, error))
     return found
+
+
+def malformed(recording: Recording, counts: dict[ChoiceKind, int]) -> list[Place]:
+    """Choices that are no choice at all: not min(count, candidates) distinct ids of candidates."""
+    return [
+        place
+        for place, chosen in places(recording)
+        if not _is_choice(chosen, len(recording[place.kind, place.layer].scores[place.position]), counts[place.kind])
+    ]
+
+
+def _is_choice(chosen: np.ndarray, candidates: int, count: int) -> bool:
+    if len(chosen) != min(count, candidates) or len(np.unique(chosen)) != len(chosen):
+        return False
+    return not len(chosen) or (chosen.min() >= 0 and chosen.max() < candidates)

@@ -1,0 +1,185 @@
+"""transformers' own Flash Next text model as the reference: float32, on the CPU, ties to the lower id, choices forced.
+
+The model's code is used as it is. Its two calls of `topk` are answered here: scores and choices are recorded, ties go
+to the lower id (PyTorch's own order is not defined), and a choice may be forced.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from torch.overrides import TorchFunctionMode
+from transformers.models.qwen4_exp.configuration_qwen4_exp import Qwen4ExpTextConfig
+from transformers.models.qwen4_exp.modeling_qwen4_exp import Qwen4ExpForCausalLM, Qwen4ExpTextRotaryEmbedding
+
+from isobit.errors import CheckpointError
+from isobit.fidelity.choices import ChoiceKind, Forced, LayerChoices, Place, Recording, best
+
+GatherRows = Callable[[np.ndarray], np.ndarray]
+
+
+
+class NgramRows(torch.nn.Module):
+    """Stands for the n-gram table's nn.Embedding, which would not fit into memory: only the needed rows are read."""
+
+    def __init__(self, gather: GatherRows):
+        super().__init__()
+        self.gather = gather
+        self.register_buffer("weight", torch.empty(0), persistent=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """int64 [..., heads] -> float32 [..., heads, width]."""
+        return torch.from_numpy(np.ascontiguousarray(self.gather(ids.numpy()), np.float32))
+
+
+@dataclass(frozen=True)
+class ReferenceRun:
+    """logits: float32 [T, V]; choices: what every router and indexer saw and chose."""
+
+    logits: np.ndarray
+    choices: Recording
+
+
+class Reference:
+    """A Flash Next text model of transformers whose parameters are yet to come (`load`)."""
+
+    def __init__(self, text_config: Mapping[str, Any], tables: Mapping[int, GatherRows]):
+        """text_config: that of config.json; tables: a gather of n-gram rows for each PLE layer.
+
+        Raises CheckpointError when transformers refuses the config.
+        """
+        self.model = _empty_model(text_config)
+        for layer, gather in tables.items():
+            self.model.model.layers[layer].ple.ple_embedding.ngram_embedding = NgramRows(gather)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of every parameter that `load` expects, by transformers' name."""
+        state = self.model.state_dict()
+        if self.model.config.tie_word_embeddings:
+            del state["lm_head.weight"]
+        return {name: tuple(tensor.shape) for name, tensor in state.items()}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the parameters, those of the n-gram tables left out."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.model.state_dict().values())
+
+    def load(self, parameters: Iterable[tuple[str, np.ndarray]]) -> None:
+        """Take the parameters (float32, or int64 for the n-gram constants). Raises CheckpointError if some misfit."""
+        shapes, tensors = self.shapes, {}
+        for name, array in parameters:
+            if shapes.get(name) != array.shape:
+                expected = shapes.get(name, "no such tensor")
+                raise CheckpointError(f"{name}: shape {array.shape}, but transformers expects {expected}")
+            tensors[name] = torch.from_numpy(array)
+        missing = sorted(shapes.keys() - tensors.keys())
+        if missing:
+            raise CheckpointError(f"{missing[0]}: transformers needs it, but the checkpoint gives no such tensor")
+        self.model.load_state_dict(tensors, strict=False, assign=True)
+        self.model.tie_weights()
+        self.model.model.rotary_emb = Qwen4ExpTextRotaryEmbedding(self.model.config)
+        self.model.eval()
+
+    def run(self, tokens: np.ndarray, forced: Forced | None = None) -> ReferenceRun:
+        """Teacher-force the tokens, int [T], from the start of a stream; `forced` replaces choices."""
+        patch = TopkPatch(forced or {})
+        with torch.no_grad(), self._places_told_to(patch), patch:
+            ids = torch.from_numpy(np.asarray(tokens, np.int64))[None]
+            output = self.model(input_ids=ids, use_cache=False)
+        return ReferenceRun(output.logits[0].float().numpy(), patch.recording)
+
+    @contextmanager
+    def _places_told_to(self, patch: "TopkPatch"):
+        """While in this context, `patch` knows which router or indexer is at work."""
+        hooks = []
+        for name, module in self.model.named_modules():
+            match = re.fullmatch(r"model\.layers\.(\d+)\.(mlp\.gate|self_attn\.indexer)", name)
+            if match:
+                kind: ChoiceKind = "router" if match[2] == "mlp.gate" else "blocks"
+                hooks += patch.watch(module, kind, int(match[1]))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+class TopkPatch(TorchFunctionMode):
+    """Answers `topk` inside routers and indexers: recorded, ties to the lower id, forced where asked."""
+
+    def __init__(self, forced: Forced):
+        super().__init__()
+        self.forced = forced
+        self.recording: Recording = {}
+        self._at: tuple[ChoiceKind, int] | None = None
+
+    def watch(self, module: torch.nn.Module, kind: ChoiceKind, layer: int) -> list[Any]:
+        """Hooks that announce when `module` begins and ends; positions without a finished block call no `topk`."""
+
+        record = self.recording[kind, layer] = LayerChoices()
+        block = getattr(module, "compress_ratio", 1)
+
+        def begin(_module: Any, inputs: Any) -> None:
+            self._at = kind, layer
+            for _ in range(min(inputs[0].shape[1], block - 1)):
+                record.add(np.empty(0, np.float32), np.empty(0, np.int64))
+
+        def end(_module: Any, _inputs: Any, output: Any) -> None:
+            self._at = None
+            if kind == "router":
+                record.scores = list(output[0].float().numpy())
+
+        return [module.register_forward_pre_hook(begin), module.register_forward_hook(end)]
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._at is None or func not in (torch.topk, torch.Tensor.topk):
+            return func(*args, **kwargs)
+        if self._at[0] == "router":
+            return self._route(*args[:2])
+        return self._select(*args[:2])
+
+    def _route(self, probabilities: torch.Tensor, count: int) -> Any:
+        chosen = [self._choose(position, row, count) for position, row in enumerate(probabilities)]
+        ids = torch.stack(chosen)
+        return torch.return_types.topk((probabilities.gather(-1, ids), ids))
+
+    def _select(self, scores: torch.Tensor, count: int) -> Any:
+        record = self._record()
+        position = len(record.chosen)
+        record.scores.append(scores.numpy().copy())
+        ids = self._choose(position, scores, count)
+        return torch.return_types.topk((scores[ids], ids))
+
+    def _choose(self, position: int, scores: torch.Tensor, count: int) -> torch.Tensor:
+        assert self._at is not None
+        forced = self.forced.get(Place(*self._at, position))
+        ids = best(scores.numpy(), count) if forced is None else forced
+        self._record().chosen.append(ids)
+        return torch.from_numpy(ids)
+
+    def _record(self) -> LayerChoices:
+        assert self._at is not None
+        return self.recording[self._at]
+
+
+def _empty_model(text_config: Mapping[str, Any]) -> Qwen4ExpForCausalLM:
+    """The model on PyTorch's meta device: shapes without memory."""
+    known = {key: value for key, value in text_config.items() if key not in ("model_type", "quantization_config")}
+    known.update(attn_implementation="eager", experts_implementation="eager")
+    if known.get("layer_types"):
+        linear = "linear_attention"
+        known["layer_types"] = [kind if kind == linear else "full_attention" for kind in known["layer_types"]]
+    try:
+        config = Qwen4ExpTextConfig(**known)
+        with torch.device("meta"):
+            return Qwen4ExpForCausalLM(config)
+    except (ValueError, TypeError, StrictDataclassError) as error:
+        message = " ".join(str(error).split())
+        raise CheckpointError(f"transformers refuses the checkpoint's text config: {message}") from error
