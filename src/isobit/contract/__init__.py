@@ -1,0 +1,1 @@
+"""The kernel contract: gates that every implementation of every op must pass, and the report of a run."""
