@@ -1,0 +1,259 @@
+"""Thirty-two float32 lanes as one value, so that kernels are vectorised as written and not as a compiler guesses.
+
+Arithmetic on lanes is the scalar arithmetic of each lane; the width is part of the definition (docs/arithmetic.md,
+*lane sum*), the machine's own vector width is not.
+"""
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.core.errors import TypingError
+from numba.extending import intrinsic, models, register_model
+
+from isobit.ops.scalar import scalar_function
+
+LANES = 32
+
+_FLOAT = ir.FloatType()
+_INDEX = ir.IntType(32)
+_VECTOR = ir.VectorType(_FLOAT, LANES)
+
+
+class LanesType(types.Type):
+    def __init__(self):
+        super().__init__(name=f"float32x{LANES}")
+
+
+lanes_type = LanesType()
+
+
+@register_model(LanesType)
+class LanesModel(models.PrimitiveModel):
+    def __init__(self, manager, fe_type):
+        super().__init__(manager, fe_type, _VECTOR)
+
+
+def _require_float32_rows(array):
+    if not (isinstance(array, types.Array) and array.dtype == types.float32 and array.layout == "C"):
+        raise TypingError(f"lanes are loaded from and stored to C-contiguous float32 arrays, not {array}")
+
+
+def _element_pointer(context, builder, signature, args):
+    array = context.make_array(signature.args[0])(context, builder, args[0])
+    return builder.gep(array.data, [args[1]])
+
+
+def _vector_pointer(context, builder, signature, args):
+    return builder.bitcast(_element_pointer(context, builder, signature, args), _VECTOR.as_pointer())
+
+
+def _constant_lanes(value):
+    return ir.Constant(_VECTOR, [value] * LANES)
+
+
+def _broadcast(builder, scalar):
+    first = builder.insert_element(ir.Constant(_VECTOR, ir.Undefined), scalar, ir.Constant(_INDEX, 0))
+    zeros = ir.Constant(ir.VectorType(_INDEX, LANES), [0] * LANES)
+    return builder.shuffle_vector(first, ir.Constant(_VECTOR, ir.Undefined), zeros)
+
+
+@intrinsic
+def lanes_zero(typingctx):
+    """All lanes +0."""
+
+    def codegen(context, builder, signature, args):
+        return _constant_lanes(0.0)
+
+    return lanes_type(), codegen
+
+
+@intrinsic
+def lanes_fill(typingctx, x):
+    """The float32 x in every lane."""
+
+    def codegen(context, builder, signature, args):
+        return _broadcast(builder, args[0])
+
+    return lanes_type(types.float32), codegen
+
+
+@intrinsic
+def lanes_load(typingctx, array, offset):
+    """32 consecutive float32 from flat element `offset` of a C-contiguous array; the bounds are the caller's."""
+    _require_float32_rows(array)
+
+    def codegen(context, builder, signature, args):
+        return builder.load(_vector_pointer(context, builder, signature, args), align=4)
+
+    return lanes_type(array, types.intp), codegen
+
+
+@intrinsic
+def lanes_store(typingctx, array, offset, value):
+    """Write 32 lanes from flat element `offset` of a C-contiguous array; the bounds are the caller's."""
+    _require_float32_rows(array)
+
+    def codegen(context, builder, signature, args):
+        builder.store(args[2], _vector_pointer(context, builder, signature, args), align=4)
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, lanes_type), codegen
+
+
+@intrinsic
+def lanes_load_first(typingctx, array, offset, count):
+    """The first `count` lanes from memory, +0 in the others, which are not read."""
+    _require_float32_rows(array)
+
+    def codegen(context, builder, signature, args):
+        pointer = _element_pointer(context, builder, signature, args)
+        vector = cgutils.alloca_once_value(builder, _constant_lanes(0.0))
+        lanes = builder.bitcast(vector, _FLOAT.as_pointer())
+        with cgutils.for_range(builder, args[2]) as loop:
+            element = builder.load(builder.gep(pointer, [loop.index]), align=4)
+            builder.store(element, builder.gep(lanes, [loop.index]))
+        return builder.load(vector)
+
+    return lanes_type(array, types.intp, types.intp), codegen
+
+
+@intrinsic
+def lanes_store_first(typingctx, array, offset, value, count):
+    """Write the first `count` lanes only."""
+    _require_float32_rows(array)
+
+    def codegen(context, builder, signature, args):
+        pointer = _element_pointer(context, builder, signature, args)
+        lanes = builder.bitcast(cgutils.alloca_once_value(builder, args[2]), _FLOAT.as_pointer())
+        with cgutils.for_range(builder, args[3]) as loop:
+            element = builder.load(builder.gep(lanes, [loop.index]))
+            builder.store(element, builder.gep(pointer, [loop.index]), align=4)
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, lanes_type, types.intp), codegen
+
+
+@intrinsic
+def lanes_keep_first(typingctx, new, old, count):
+    """The first `count` lanes of `new`, the others of `old`."""
+
+    def codegen(context, builder, signature, args):
+        indices = ir.Constant(ir.VectorType(_INDEX, LANES), list(range(LANES)))
+        count = builder.trunc(args[2], _INDEX)
+        first = builder.insert_element(
+            ir.Constant(ir.VectorType(_INDEX, LANES), ir.Undefined), count, ir.Constant(_INDEX, 0)
+        )
+        zeros = ir.Constant(ir.VectorType(_INDEX, LANES), [0] * LANES)
+        counts = builder.shuffle_vector(first, ir.Constant(first.type, ir.Undefined), zeros)
+        return builder.select(builder.icmp_signed("<", indices, counts), args[0], args[1])
+
+    return lanes_type(lanes_type, lanes_type, types.intp), codegen
+
+
+@intrinsic
+def lanes_fma(typingctx, a, b, c):
+    """a * b + c in every lane, rounded once."""
+
+    def codegen(context, builder, signature, args):
+        function = cgutils.get_or_insert_function(
+            builder.module, ir.FunctionType(_VECTOR, [_VECTOR] * 3), f"llvm.fma.v{LANES}f32"
+        )
+        return builder.call(function, args)
+
+    return lanes_type(lanes_type, lanes_type, lanes_type), codegen
+
+
+@intrinsic
+def lanes_add(typingctx, a, b):
+    """a + b in every lane."""
+
+    def codegen(context, builder, signature, args):
+        return builder.fadd(*args)
+
+    return lanes_type(lanes_type, lanes_type), codegen
+
+
+@intrinsic
+def lanes_subtract(typingctx, a, b):
+    """a - b in every lane."""
+
+    def codegen(context, builder, signature, args):
+        return builder.fsub(*args)
+
+    return lanes_type(lanes_type, lanes_type), codegen
+
+
+@intrinsic
+def lanes_multiply(typingctx, a, b):
+    """a * b in every lane."""
+
+    def codegen(context, builder, signature, args):
+        return builder.fmul(*args)
+
+    return lanes_type(lanes_type, lanes_type), codegen
+
+
+@intrinsic
+def lanes_total(typingctx, lanes):
+    """The lanes' sum as a tree: for h = 16, 8, 4, 2, 1, lane j < h becomes lane j + lane (j + h)."""
+
+    def codegen(context, builder, signature, args):
+        value = args[0]
+        half = LANES // 2
+        while half:
+            undefined = ir.Constant(value.type, ir.Undefined)
+            masks = [ir.Constant(ir.VectorType(_INDEX, half), list(range(first, first + half))) for first in (0, half)]
+            lower, upper = (builder.shuffle_vector(value, undefined, mask) for mask in masks)
+            value = builder.fadd(lower, upper)
+            half //= 2
+        return builder.extract_element(value, ir.Constant(_INDEX, 0))
+
+    return types.float32(lanes_type), codegen
+
+
+@scalar_function
+def lane_dot_at(a, a_offset, b, b_offset, count):
+    """The lane sum of products of `count` elements from flat offsets of two C-contiguous float32 arrays."""
+    total = lanes_zero()
+    whole = count - count % LANES
+    for i in range(0, whole, LANES):
+        total = lanes_fma(lanes_load(a, a_offset + i), lanes_load(b, b_offset + i), total)
+    if whole < count:
+        left = count - whole
+        rest = lanes_fma(
+            lanes_load_first(a, a_offset + whole, left), lanes_load_first(b, b_offset + whole, left), total
+        )
+        total = lanes_keep_first(rest, total, left)
+    return lanes_total(total)
+
+
+@scalar_function
+def lane_sum_at(x, offset, count):
+    """The lane sum of `count` elements from flat `offset` of a C-contiguous float32 array."""
+    total = lanes_zero()
+    whole = count - count % LANES
+    for i in range(0, whole, LANES):
+        total = lanes_add(total, lanes_load(x, offset + i))
+    if whole < count:
+        left = count - whole
+        rest = lanes_add(total, lanes_load_first(x, offset + whole, left))
+        total = lanes_keep_first(rest, total, left)
+    return lanes_total(total)
+
+
+@scalar_function
+def lane_dot(a, b):
+    """The lane sum of a_i * b_i over two contiguous float32 vectors of one length."""
+    return lane_dot_at(a, 0, b, 0, a.size)
+
+
+@scalar_function
+def lane_sum_squares(x):
+    """The lane sum of x_i * x_i over a contiguous float32 vector."""
+    return lane_dot_at(x, 0, x, 0, x.size)
+
+
+@scalar_function
+def lane_sum(x):
+    """The lane sum of a contiguous float32 vector."""
+    return lane_sum_at(x, 0, x.size)
