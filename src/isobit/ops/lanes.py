@@ -8,9 +8,9 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.core.errors import TypingError
-from numba.extending import intrinsic, models, register_model
+from numba.extending import models, register_model
 
-from isobit.ops.scalar import scalar_function
+from isobit.ops.scalar import intrinsic, scalar_function
 
 LANES = 32
 

@@ -4,13 +4,15 @@ Each function is one sequence of IEEE basic operations, so all CPUs give the sam
 """
 
 from math import factorial
+from typing import Any
 
 import numpy as np
 from llvmlite import ir
+from numba import extending as numba_extending
 from numba import njit, types
-from numba.extending import intrinsic
 
 f32 = np.float32
+intrinsic: Any = numba_extending.intrinsic  # its stub describes the undecorated function, not what kernels call
 
 
 @intrinsic
