@@ -4,7 +4,9 @@ The format (https://github.com/huggingface/safetensors#format): eight little-end
 header is JSON {name: {dtype, shape, data_offsets}}, the rest is the tensors' bytes, row-major and little-endian.
 """
 
+import bisect
 import contextlib
+import itertools
 import json
 import math
 import mmap
@@ -14,6 +16,7 @@ import shutil
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +78,7 @@ class TensorStore:
             self.close()
             raise
 
-    @property
+    @cached_property
     def names(self) -> tuple[str, ...]:
         """All tensor names, sorted."""
         return tuple(sorted(self._tensors))
@@ -90,6 +93,11 @@ class TensorStore:
 
     def __len__(self) -> int:
         return len(self._tensors)
+
+    def names_under(self, prefix: str) -> tuple[str, ...]:
+        """The names that begin with `prefix`, sorted."""
+        begin = bisect.bisect_left(self.names, prefix)
+        return tuple(itertools.takewhile(lambda name: name.startswith(prefix), self.names[begin:]))
 
     def info(self, name: str) -> TensorInfo:
         """What the header says of a tensor; CheckpointError if no file holds it."""
@@ -115,6 +123,17 @@ class TensorStore:
         info = self.info(name)
         array = np.empty(info.shape, NUMPY_TYPES[info.dtype])
         self._files[info.file].read_into(info.offset, _bytes_of(array))
+        return array
+
+    def read_rows(self, name: str, first: int, count: int) -> np.ndarray:
+        """An owned copy [count, last axis] of rows from row `first`, all leading axes taken together as rows."""
+        info = self.info(name)
+        kind = NUMPY_TYPES[info.dtype]
+        rows, width = math.prod(info.shape[:-1]), info.shape[-1]
+        if not 0 <= first <= first + count <= rows:
+            raise CheckpointError(f"{info.file}: tensor {name} has {rows} rows, asked for {first} to {first + count}")
+        array = np.empty((count, width), kind)
+        self._files[info.file].read_into(info.offset + first * width * kind.itemsize, _bytes_of(array))
         return array
 
     def close(self) -> None:
