@@ -1,5 +1,6 @@
 """A checkpoint folder as host weights: canonical names (`names.py`) in, the types of `weights.py` out."""
 
+import re
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -46,6 +47,7 @@ class ExpertLinears:
 class Checkpoint:
     """A folder with `config.json` and *.safetensors, EXL3 or plain Hugging Face, read lazily and never changed.
 
+    `config` is what the folder really holds: without the MTP head if the files hold none, which `lacks_mtp` then says.
     Names are canonical or as the files spell them. What a method returns is owned and writable, except for the
     read-only memory maps of the token embeddings and n-gram tables. Every method raises CheckpointError for what is
     missing, has another shape or dtype than the config demands, or holds scales that are not finite.
@@ -53,20 +55,22 @@ class Checkpoint:
 
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
-        self.config = load_config(folder)
-        self.stop_tokens = load_stop_tokens(folder, self.config)
+        declared = load_config(folder)
+        self.stop_tokens = load_stop_tokens(folder, declared)
         self.store = TensorStore(folder)
         self.prefix = _text_prefix(self.store)
+        self.lacks_mtp = declared.has_mtp and not self.store.names_under("mtp.")
+        self.config = declared.model_copy(update={"mtp_num_hidden_layers": 0}) if self.lacks_mtp else declared
 
-    @cached_property
+    @property
     def has_mtp(self) -> bool:
         """Whether the config names an MTP head and the files hold one."""
-        return self.config.has_mtp and bool(self.store.names_under("mtp."))
+        return self.config.has_mtp
 
     @cached_property
     def groups(self) -> dict[str, TensorGroup]:
-        """What the model needs, by canonical name; without the MTP head's groups if the files hold none."""
-        return {group.name: group for group in required_tensors(self.config, mtp=self.has_mtp)}
+        """What the model needs, by canonical name."""
+        return {group.name: group for group in required_tensors(self.config)}
 
     def file_name(self, name: str) -> str:
         """A name as this folder spells it."""
@@ -87,6 +91,10 @@ class Checkpoint:
             return self._tied_head()
         layout = self.linear_layout(name, in_features, out_features)
         return self._quantized(layout) if layout.quantized else self._plain(layout)
+
+    def head(self) -> Linear:
+        """The output head: `lm_head`, or the token embeddings when the config ties them and no `lm_head` is there."""
+        return self.linear("lm_head")
 
     def linear_layout(self, name: str, in_features: int | None = None, out_features: int | None = None) -> LinearLayout:
         """How a linear layer is stored, from the headers."""
@@ -147,8 +155,15 @@ class Checkpoint:
         """How the token embeddings are stored, from the headers."""
         return embedding_layout(self.store, self.file_name("embed_tokens"), self.groups["embed_tokens"])
 
-    def ngram_table(self, layer: int) -> NgramTable:
-        """The n-gram table of a layer (from 0), memory-mapped: none of its rows is read here."""
+    def has_ngram(self, layer: int | str) -> bool:
+        """Whether an n-gram embedding is added before a layer, given from 0 or by any canonical name inside it."""
+        return _layer_number(layer) in self.config.ple_layers
+
+    def ngram_table(self, layer: int | str) -> NgramTable:
+        """The n-gram table of a layer, memory-mapped: none of its rows is read here.
+
+        layer: from 0, or any canonical name inside it.
+        """
         layout = self.ngram_layout(layer)
         name = self.file_name(layout.group.name)
         offsets, sizes, multipliers = (self._integers(layout.parts[p]) for p in ("offsets", "sizes", "multipliers"))
@@ -172,11 +187,12 @@ class Checkpoint:
             head_bias=None if bias is None else self._halves(bias),
         )
 
-    def ngram_layout(self, layer: int) -> NgramLayout:
+    def ngram_layout(self, layer: int | str) -> NgramLayout:
         """How a layer's n-gram table is stored, from the headers."""
-        if layer not in self.config.ple_layers:
+        number = _layer_number(layer)
+        if number not in self.config.ple_layers:
             raise CheckpointError(f"{self.folder}: layer {layer} has no n-gram embedding by config.json")
-        group = self.groups[f"layers.{layer}.ple.ple_embedding.ngram_embedding"]
+        group = self.groups[f"layers.{number}.ple.ple_embedding.ngram_embedding"]
         return ngram_layout(self.store, self.file_name(group.name), group, self.config)
 
     def close(self) -> None:
@@ -262,6 +278,13 @@ class Checkpoint:
                 f"{info.file}: tensor {info.name} holds NaN or infinite values, expected finite ones; {AGAIN}"
             )
         return values
+
+
+def _layer_number(layer: int | str) -> int | None:
+    if isinstance(layer, int):
+        return layer
+    match = re.match(r"layers\.(\d+)(\.|$)", canonical_name(layer))
+    return int(match[1]) if match else None
 
 
 def _text_prefix(store: TensorStore) -> str:
