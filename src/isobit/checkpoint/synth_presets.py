@@ -4,10 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-# A decoder layer's linears, by the parts of their names that say what they belong to.
-ALWAYS_PLAIN = ("*.in_proj_a", "*.in_proj_b", "*.mlp.gate", "*.shared_expert_gate", "*_hyper_connection.*",
-                "*.hyper_connection_mixer.*", "*.ple.*")  # fmt: skip
-
 
 @dataclass(frozen=True)
 class Preset:
