@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+
 from tests.model.reference_network import ReferenceNetwork
 
 pytest.importorskip("torch", reason="needs isobit[fidelity]")
@@ -84,9 +85,7 @@ def test_logits_and_choices_agree_past_the_budget(pair):
     logits = network.logits(tokens)
     assert np.abs(run.logits - logits).max() < 1e-4 * np.abs(logits).max()
     attention = network.choices["layers.2"]
-    for position, (mine, theirs) in enumerate(
-        zip(attention.blocks, run.choices["blocks", 2].chosen, strict=True)
-    ):
+    for position, (mine, theirs) in enumerate(zip(attention.blocks, run.choices["blocks", 2].chosen, strict=True)):
         assert mine == theirs.tolist(), position
     for layer in range(4):
         theirs = [chosen.tolist() for chosen in run.choices["router", layer].chosen]

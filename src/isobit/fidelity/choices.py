@@ -47,6 +47,14 @@ Recording = dict[tuple[ChoiceKind, int], LayerChoices]
 Forced = dict[Place, np.ndarray]
 
 
+@dataclass(frozen=True)
+class Run:
+    """One stream through one implementation. logits: float32 [T, V]; choices: what every router and indexer chose."""
+
+    logits: np.ndarray
+    choices: Recording
+
+
 def best(scores: np.ndarray, count: int) -> np.ndarray:
     """The ids of the `count` largest scores, ties to the lower id, in ascending id: what both sides should choose."""
     return np.sort(np.argsort(-scores, kind="stable")[:count])

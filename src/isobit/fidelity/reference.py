@@ -7,7 +7,6 @@ to the lower id (PyTorch's own order is not defined), and a choice may be forced
 import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,10 +17,9 @@ from transformers.models.qwen4_exp.configuration_qwen4_exp import Qwen4ExpTextCo
 from transformers.models.qwen4_exp.modeling_qwen4_exp import Qwen4ExpForCausalLM, Qwen4ExpTextRotaryEmbedding
 
 from isobit.errors import CheckpointError
-from isobit.fidelity.choices import ChoiceKind, Forced, LayerChoices, Place, Recording, best
+from isobit.fidelity.choices import ChoiceKind, Forced, LayerChoices, Place, Recording, Run, best
 
 GatherRows = Callable[[np.ndarray], np.ndarray]
-
 
 
 class NgramRows(torch.nn.Module):
@@ -35,14 +33,6 @@ class NgramRows(torch.nn.Module):
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """int64 [..., heads] -> float32 [..., heads, width]."""
         return torch.from_numpy(np.ascontiguousarray(self.gather(ids.numpy()), np.float32))
-
-
-@dataclass(frozen=True)
-class ReferenceRun:
-    """logits: float32 [T, V]; choices: what every router and indexer saw and chose."""
-
-    logits: np.ndarray
-    choices: Recording
 
 
 class Reference:
@@ -86,13 +76,13 @@ class Reference:
         self.model.model.rotary_emb = Qwen4ExpTextRotaryEmbedding(self.model.config)
         self.model.eval()
 
-    def run(self, tokens: np.ndarray, forced: Forced | None = None) -> ReferenceRun:
+    def run(self, tokens: np.ndarray, forced: Forced | None = None) -> Run:
         """Teacher-force the tokens, int [T], from the start of a stream; `forced` replaces choices."""
         patch = TopkPatch(forced or {})
         with torch.no_grad(), self._places_told_to(patch), patch:
             ids = torch.from_numpy(np.asarray(tokens, np.int64))[None]
             output = self.model(input_ids=ids, use_cache=False)
-        return ReferenceRun(output.logits[0].float().numpy(), patch.recording)
+        return Run(output.logits[0].float().numpy(), patch.recording)
 
     @contextmanager
     def _places_told_to(self, patch: "TopkPatch"):

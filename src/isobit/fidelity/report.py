@@ -1,0 +1,69 @@
+"""The report in words."""
+
+from rich.console import Console
+from rich.table import Table
+
+from isobit.fidelity.compare import Agreement, Difference, Report
+
+SHOWN = 12
+
+
+def print_report(report: Report, console: Console) -> None:
+    """The table, the near ties, the differing positions, and the verdict."""
+    console.print(f"{report.tokens:,} positions, {report.past_budget:,} past the indexer's budget")
+    console.print(_table(report))
+    for root in report.roots[:SHOWN]:
+        verdict = "a near tie" if root.is_near_tie else "no near tie"
+        console.print(
+            f"{root.place}: isobit took {list(root.taken)}, the reference {list(root.dropped)}: "
+            f"margin {root.margin:.3g}, error of the scores {root.error:.3g}, {verdict}"
+        )
+    if len(report.roots) > SHOWN:
+        console.print(f"and {len(report.roots) - SHOWN} more; all are in --json")
+    for difference in report.differences[:SHOWN]:
+        console.print(_in_words(difference))
+    for failure in report.failures[:SHOWN]:
+        console.print(f"FAILED: {failure}", style="red", highlight=False)
+    if len(report.failures) > SHOWN:
+        console.print(f"and {len(report.failures) - SHOWN} more failures; all are in --json")
+    console.print(verdict_line(report), style="bold")
+
+
+def verdict_line(report: Report) -> str:
+    """The pass line."""
+    agreement = f"top-1 agreement {report.free.top1}/{report.free.positions}"
+    if not report.passed:
+        return f"FAIL: {agreement}, {len(report.failures)} unexplained"
+    if report.differences:
+        return f"PASS: {agreement}, every other position explained by a near tie and equal once it is forced"
+    return f"PASS: {agreement}"
+
+
+def _table(report: Report) -> Table:
+    table = Table("isobit against transformers", "top-1", "KL mean", "KL max", "rel. error mean", "rel. error max")
+    for name, agreement in (
+        ("as it is", report.free),
+        ("with isobit's choices", report.forced),
+        ("with isobit's choices and roundings", report.matched),
+    ):
+        if agreement is not None:
+            table.add_row(name, *_cells(agreement))
+    return table
+
+
+def _cells(agreement: Agreement) -> list[str]:
+    numbers = (agreement.kl_mean, agreement.kl_max, agreement.error_mean, agreement.error_max)
+    return [f"{agreement.top1}/{agreement.positions}", *(f"{number:.2e}" for number in numbers)]
+
+
+def _in_words(difference: Difference) -> str:
+    head = (
+        f"position {difference.position}: isobit {difference.token}, the reference {difference.reference_token} "
+        f"by {difference.margin:.3g}"
+    )
+    if difference.agrees_when_forced:
+        nearest = difference.causes[0] if difference.causes else None
+        others = f" and {len(difference.causes) - 1} before it" if len(difference.causes) > 1 else ""
+        return f"{head}; traced to the {nearest.place}{others}, equal once forced" if nearest else head
+    verdict = "a near tie of the argmax" if difference.explained else "not explained"
+    return f"{head}; with choices forced still by {difference.argmax_margin:.3g}: {verdict}"
