@@ -1,5 +1,8 @@
-"""The command line."""
+"""The command line: one thin module a command."""
 
 
 def main() -> None:
-    raise SystemExit("isobit: no commands yet")
+    """Run the `isobit` command; ends the process with its exit code."""
+    from isobit.cli.app import run
+
+    raise SystemExit(run())

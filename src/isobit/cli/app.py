@@ -1,0 +1,78 @@
+"""The `isobit` command: what all commands share, and where they are put together."""
+
+import os
+import sys
+
+import typer
+
+import isobit
+from isobit.cli.bench import bench
+from isobit.cli.demo import demo
+from isobit.cli.fidelity import fidelity
+from isobit.cli.generate import generate
+from isobit.cli.serve import serve
+from isobit.errors import IsobitError
+
+FAILED = 2
+INTERRUPTED = 130
+BROKEN_PIPE = 141
+
+app = typer.Typer(
+    name="isobit",
+    help="Serve EXL3 checkpoints of Qwen3.8 Flash Next: a reply never depends on how it was computed.",
+    epilog="Begin with: isobit demo",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+@app.callback(invoke_without_command=True)
+def root(context: typer.Context, version: bool = typer.Option(False, "--version", help="Print the version.")) -> None:
+    if version:
+        typer.echo(f"isobit {isobit.__version__}")
+        raise typer.Exit()
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+app.command()(demo)
+app.command()(generate)
+app.command()(serve)
+app.command()(fidelity)
+app.add_typer(bench)
+
+
+def run(arguments: list[str] | None = None) -> int:
+    """Run a command line and return the exit code: 2 after one line on stderr when the user has to mend something."""
+    try:
+        code = app(arguments, prog_name="isobit", standalone_mode=False)
+        sys.stdout.flush()
+        return code if isinstance(code, int) else 0
+    except BrokenPipeError:
+        _discard_stdout()
+        return BROKEN_PIPE
+    except (KeyboardInterrupt, typer.Abort):
+        return INTERRUPTED
+    except IsobitError as error:
+        return _fail(str(error))
+    except Exception as error:
+        if not hasattr(error, "format_message"):
+            raise
+        return _fail(_usage(error))
+
+
+def _fail(message: str) -> int:
+    print(f"isobit: {' '.join(message.split())}", file=sys.stderr)
+    return FAILED
+
+
+def _usage(error: Exception) -> str:
+    """A usage error of Typer in one line; its class has no public name in all versions."""
+    message = error.format_message().rstrip(".")  # type: ignore[attr-defined]
+    context = getattr(error, "ctx", None)
+    return f"{message} (see {context.command_path} --help)" if context is not None else message
+
+
+def _discard_stdout() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,0 +1,128 @@
+"""`isobit bench`: speeds of this machine, as ratios of one run."""
+
+import json
+import statistics
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from isobit import settings
+from isobit.cli.common import Folder, Json, MemoryOption, SegmentRowsOption, ThreadsOption, follow, open_engine
+from isobit.errors import IsobitError
+
+if TYPE_CHECKING:
+    from isobit.engine.engine import Engine
+
+LENGTHS = "256,1024,3000"
+MODES = ("serial", "batched", "deep")
+
+bench = typer.Typer(name="bench", help="Measure speeds on this machine.", no_args_is_help=True)
+
+Rates = dict[str, list[float]]
+
+
+@bench.callback()
+def root() -> None:
+    pass
+
+
+@bench.command()
+def prefill(
+    folder: Folder,
+    lengths: Annotated[str, typer.Option("--lengths", help="Prompt lengths in tokens, with commas.")] = LENGTHS,
+    repeats: Annotated[int, typer.Option("--repeats", min=1, help="Alternating repeats; the median counts.")] = 3,
+    segment_rows: SegmentRowsOption = settings.SEGMENT_ROWS.default,
+    memory_gib: MemoryOption = None,
+    threads: ThreadsOption = None,
+    as_json: Json = False,
+) -> None:
+    """Prompt speed of serial, batched and deep at several lengths, measured in turn."""
+    counts = _counts(lengths)
+    engine = open_engine(folder, memory_gib=memory_gib, segment_rows=segment_rows, threads=threads)
+    try:
+        too_long = [count for count in counts if count >= engine.context]
+        if too_long:
+            raise IsobitError(f"--lengths has {too_long[0]}: expected less than the window of {engine.context}")
+        tokens = _tokens(engine, max(counts))
+        _warm_up(engine, tokens)
+        results = [_result(count, _measure(engine, tokens[:count], repeats)) for count in counts]
+    finally:
+        engine.close()
+    if as_json:
+        print(json.dumps({"segment_rows": segment_rows, "repeats": repeats, "lengths": results}))
+    else:
+        _report(results)
+
+
+def _counts(lengths: str) -> list[int]:
+    try:
+        counts = [int(length) for length in lengths.split(",")]
+    except ValueError:
+        counts = []
+    if not counts or min(counts) < 1:
+        raise IsobitError(f"--lengths is {lengths!r}: expected numbers of tokens with commas, such as {LENGTHS}")
+    return counts
+
+
+def _tokens(engine: "Engine", count: int) -> tuple[int, ...]:
+    """A prompt of real text, repeated as often as its length asks for."""
+    from isobit.cli.prompt_text import standard_library_text
+
+    tokens = engine.tokenizer.encode(standard_library_text(8192))
+    return tuple((tokens * (count // len(tokens) + 1))[:count])
+
+
+def _warm_up(engine: "Engine", tokens: tuple[int, ...]) -> None:
+    """Have the kernels compiled."""
+    for mode in MODES:
+        _rate(engine, tokens[:4] if mode == "serial" else tokens[: engine.settings.segment_rows], mode)
+
+
+def _measure(engine: "Engine", tokens: tuple[int, ...], repeats: int) -> Rates:
+    rates: Rates = {mode: [] for mode in MODES}
+    for _ in range(repeats):
+        for mode in MODES:
+            rates[mode].append(_rate(engine, tokens, mode))
+    return rates
+
+
+def _rate(engine: "Engine", tokens: tuple[int, ...], mode: str) -> float:
+    """Prompt tokens a second of one request."""
+    from isobit.engine.request import Finished, Request
+
+    request = Request(tokens=tokens, max_tokens=1, prefill=mode)  # type: ignore[arg-type]
+    *_, finished = follow(engine, request)
+    assert isinstance(finished, Finished)
+    if finished.error is not None:
+        raise IsobitError(f"the prompt could not be computed: {finished.error}")
+    return finished.timings.prompt_rate
+
+
+def _result(count: int, rates: Rates) -> dict[str, Any]:
+    """Median speeds, and the median over repeats of each repeat's ratios."""
+    median = statistics.median
+    return {
+        "tokens": count,
+        "tokens_per_second": {mode: median(rates[mode]) for mode in MODES},
+        "batched_to_serial": _ratio(rates, "batched", "serial"),
+        "deep_to_serial": _ratio(rates, "deep", "serial"),
+        "deep_to_batched": _ratio(rates, "deep", "batched"),
+    }
+
+
+def _ratio(rates: Rates, one: str, other: str) -> float:
+    return statistics.median(a / b for a, b in zip(rates[one], rates[other], strict=True))
+
+
+def _report(results: list[dict[str, Any]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title="Prompt tokens a second")
+    for name in ("tokens", *MODES, "batched/serial", "deep/serial", "deep/batched"):
+        table.add_column(name, justify="right")
+    for result in results:
+        speeds = [f"{result['tokens_per_second'][mode]:,.0f}" for mode in MODES]
+        ratios = [f"{result[f'{a}_to_{b}']:.2f}" for a, b in (("batched", "serial"), ("deep", "serial"))]
+        table.add_row(f"{result['tokens']:,}", *speeds, *ratios, f"{result['deep_to_batched']:.2f}")
+    Console(highlight=False).print(table)

@@ -1,0 +1,75 @@
+"""What the commands share: options made from settings, an engine, and the way from a request to its events."""
+
+import queue
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from isobit import settings
+from isobit.errors import IsobitError
+
+if TYPE_CHECKING:
+    from isobit.engine.engine import Engine
+    from isobit.engine.request import Event, Request
+
+KINDS = {int: "INTEGER", float: "NUMBER", str: "TEXT"}
+
+Folder = Annotated[Path, typer.Argument(metavar="DIR", help="Folder of the checkpoint.", show_default=False)]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
+
+
+def option(setting: settings.Setting) -> Any:
+    """The command-line option of a setting: its flag, bounds and help."""
+    unset = f" Default: {setting.unset}." if setting.default is None and setting.unset else ""
+    return typer.Option(
+        setting.flag,
+        help=setting.help + unset,
+        metavar="|".join(setting.choices) or KINDS[setting.kind],
+        callback=_checked(setting),
+        show_default=setting.default is not None,
+    )
+
+
+def _checked(setting: settings.Setting) -> Any:
+    def check(value: Any) -> Any:
+        if value is not None and not setting.allows(value):
+            raise IsobitError(f"{setting.flag} is {value}: expected {setting.bounds}")
+        return value
+
+    return check
+
+
+ContextOption = Annotated[int | None, option(settings.CONTEXT)]
+MemoryOption = Annotated[float | None, option(settings.MEMORY_GIB)]
+ThreadsOption = Annotated[int | None, option(settings.THREADS)]
+SegmentRowsOption = Annotated[int, option(settings.SEGMENT_ROWS)]
+
+
+def open_engine(
+    folder: Path,
+    context: int | None = None,
+    memory_gib: float | None = None,
+    segment_rows: int = settings.SEGMENT_ROWS.default,
+    threads: int | None = None,
+    queue: int = settings.QUEUE.default,
+) -> "Engine":
+    """Load the checkpoint; IsobitError when it cannot be served."""
+    from isobit.engine.engine import Engine, EngineSettings
+
+    return Engine(folder, EngineSettings(context, memory_gib, segment_rows, threads, queue))
+
+
+def follow(engine: "Engine", request: "Request") -> Iterator["Event"]:
+    """Submit a request and yield its events, Finished last. Leaving early cancels it."""
+    from isobit.engine.request import Finished
+
+    events: queue.Queue[Event] = queue.Queue()
+    ticket = engine.submit(request, events.put)
+    try:
+        while not isinstance(event := events.get(), Finished):
+            yield event
+        yield event
+    finally:
+        ticket.cancel()

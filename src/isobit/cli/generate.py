@@ -1,0 +1,136 @@
+"""`isobit generate`: one reply, streamed to the terminal."""
+
+import json
+import secrets
+import sys
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from isobit import settings
+from isobit.cli.common import (
+    ContextOption,
+    Folder,
+    Json,
+    MemoryOption,
+    ThreadsOption,
+    follow,
+    open_engine,
+    option,
+)
+from isobit.errors import IsobitError
+
+if TYPE_CHECKING:
+    from isobit.checkpoint.tokenizer import Tokenizer
+    from isobit.engine.engine import Engine
+    from isobit.engine.request import Finished, Request
+
+PromptArgument = Annotated[str, typer.Argument(help="The prompt; - reads it from standard input.", show_default=False)]
+ChatOption = Annotated[
+    bool, typer.Option("--chat/--raw", help="Wrap the prompt in the chat template, or take it as it is.")
+]
+SystemOption = Annotated[str | None, typer.Option("--system", help="System message of the chat.", show_default=False)]
+IgnoreEndOption = Annotated[bool, typer.Option("--ignore-eos", help="Go on past end tokens, up to --max-tokens.")]
+
+
+def generate(
+    folder: Folder,
+    prompt: PromptArgument,
+    max_tokens: Annotated[int, option(settings.REPLY_TOKENS)] = settings.REPLY_TOKENS.default,
+    temperature: Annotated[float, option(settings.TEMPERATURE)] = settings.TEMPERATURE.default,
+    top_k: Annotated[int, option(settings.TOP_K)] = settings.TOP_K.default,
+    top_p: Annotated[float, option(settings.TOP_P)] = settings.TOP_P.default,
+    min_p: Annotated[float, option(settings.MIN_P)] = settings.MIN_P.default,
+    seed: Annotated[int | None, option(settings.SEED)] = None,
+    prefill: Annotated[str, option(settings.PREFILL)] = settings.PREFILL.default,
+    segment_rows: Annotated[int | None, option(settings.REQUEST_SEGMENT_ROWS)] = None,
+    chat: ChatOption = True,
+    system: SystemOption = None,
+    ignore_eos: IgnoreEndOption = False,
+    context: ContextOption = None,
+    memory_gib: MemoryOption = None,
+    threads: ThreadsOption = None,
+    as_json: Json = False,
+) -> None:
+    """Write one reply to the terminal."""
+    text = _read_stdin() if prompt == "-" else prompt
+    if system is not None and not chat:
+        raise IsobitError("--system needs the chat template: leave out --raw")
+    engine = open_engine(folder, context=context, memory_gib=memory_gib, threads=threads)
+    try:
+        from isobit.engine.request import Request, Sampling
+
+        chosen = secrets.randbits(53) if seed is None else seed % settings.SEED_LIMIT
+        tokenizer = engine.tokenizer
+        request = Request(
+            tokens=tuple(_chat_tokens(tokenizer, text, system) if chat else tokenizer.encode(text)),
+            max_tokens=max_tokens,
+            sampling=Sampling(temperature, top_k, top_p, min_p, chosen),
+            stop_tokens=frozenset() if ignore_eos else tokenizer.stop_ids,
+            prefill=prefill,  # type: ignore[arg-type]
+            segment_rows=segment_rows,
+        )
+        reply, finished = _reply(engine, request, show=not as_json)
+        if as_json:
+            print(json.dumps(_described(request, reply, finished), ensure_ascii=False))
+        elif finished.notice:
+            print(f"isobit: {finished.notice}", file=sys.stderr)
+    finally:
+        engine.close()
+
+
+def _chat_tokens(tokenizer: "Tokenizer", text: str, system: str | None) -> list[int]:
+    messages = [{"role": "user", "content": text}]
+    return tokenizer.chat([{"role": "system", "content": system}, *messages] if system is not None else messages)
+
+
+def _reply(engine: "Engine", request: "Request", show: bool) -> tuple[str, "Finished"]:
+    """The reply's text and end; written to standard output as it comes if `show`."""
+    from isobit.engine.request import Finished, TokenEvent
+    from isobit.serve.text import ReplyText
+
+    text = ReplyText(engine.tokenizer.detokenizer(), request.stop_tokens)
+    pieces: list[str] = []
+
+    def add(piece: str) -> None:
+        pieces.append(piece)
+        if show and piece:
+            print(piece, end="", flush=True)
+
+    for event in follow(engine, request):
+        if isinstance(event, TokenEvent):
+            add(text.push(event.token))
+        elif isinstance(event, Finished):
+            add(text.finish())
+            if show:
+                print(flush=True)
+            if event.error is not None:
+                raise IsobitError(f"the reply could not be computed: {event.error}")
+            return "".join(pieces), event
+    raise RuntimeError("the engine did not end the request")
+
+
+def _described(request: "Request", text: str, finished: "Finished") -> dict[str, Any]:
+    return {
+        "text": text,
+        "tokens": list(finished.tokens),
+        "token_hash": finished.token_hash,
+        "logits_hash": finished.logits_hash,
+        "finish_reason": finished.reason,
+        "seed": request.sampling.seed,
+        "prompt_tokens": len(request.tokens),
+        "prefill": finished.prefill,
+        "segment_rows": finished.segment_rows,
+        "rows_computed": finished.rows_computed,
+        "rows_reused": finished.rows_reused,
+        "timings": asdict(finished.timings),
+        "notice": finished.notice,
+    }
+
+
+def _read_stdin() -> str:
+    try:
+        return sys.stdin.buffer.read().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise IsobitError(f"standard input is not valid UTF-8 at byte {error.start}: expected UTF-8 text") from None

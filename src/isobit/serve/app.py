@@ -1,0 +1,262 @@
+"""The application: routes over one engine."""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from anyio import to_thread
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException
+
+from isobit import settings
+from isobit.engine import request as engine_request
+from isobit.engine.engine import Engine
+from isobit.engine.request import PromptProgress
+from isobit.errors import IsobitError, RequestError
+from isobit.serve.body import read_json
+from isobit.serve.errors import ApiError
+from isobit.serve.metrics import Metrics
+from isobit.serve.replies import Delta, End, Replies, Running
+from isobit.serve.schema import ChatRequest, Common, CompletionRequest, parse_chat, parse_completion
+from isobit.serve.shapes import ChatShape, CompletionShape, Shape
+from isobit.serve.text import ReplyText
+
+CLIENT_CLOSED = 499
+ROUTES = ("/v1/models", "/v1/chat/completions", "/v1/completions", "/health", "/metrics")
+TEMPLATE_OWN = frozenset({"messages", "tools", "add_generation_prompt"})
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """What the routes need to know. max_tokens: the reply limit of requests that name none; None = the context."""
+
+    name: str
+    max_tokens: int | None
+    body_limit: int
+
+
+@dataclass(frozen=True)
+class Job:
+    """A request that is ready to run, and how to send what comes of it."""
+
+    running: Running
+    text: ReplyText
+    shape: Shape
+    stream: bool
+    include_usage: bool
+
+
+class Service:
+    """The routes' common work: from a parsed request to a response."""
+
+    def __init__(self, engine: Engine, options: ServerOptions):
+        self.engine = engine
+        self.options = options
+        self.started = int(time.time())
+        self.metrics = Metrics()
+        self.replies = Replies(engine, self.metrics)
+        for name, help, field in (
+            ("isobit_queue_length", "Requests that wait.", "queued"),
+            ("isobit_running", "Requests that are being served.", "running"),
+            ("isobit_memory_bytes", "Anonymous memory of the process.", "resident_bytes"),
+        ):
+            self.metrics.gauge(name, help, partial(self._status, field))
+
+    async def chat(self, request: Request) -> Response:
+        """POST /v1/chat/completions."""
+        return await self._serve(request, parse_chat, self._chat_job)
+
+    async def complete(self, request: Request) -> Response:
+        """POST /v1/completions."""
+        return await self._serve(request, parse_completion, self._completion_job)
+
+    def models(self) -> dict[str, Any]:
+        """GET /v1/models."""
+        return {"object": "list", "data": [self.model(self.options.name)]}
+
+    def model(self, name: str) -> dict[str, Any]:
+        """GET /v1/models/NAME."""
+        self._check_model(name)
+        return {
+            "id": name,
+            "object": "model",
+            "created": self.started,
+            "owned_by": "isobit",
+            "max_model_len": self.engine.context,
+        }
+
+    def health(self) -> dict[str, Any]:
+        """GET /health."""
+        status = self.engine.status()
+        return {"status": "ok", "model": self.options.name, "running": status.running, "queued": status.queued}
+
+    def _status(self, field: str) -> float:
+        return getattr(self.engine.status(), field)
+
+    async def _serve(self, request: Request, parse: Callable, make_job: Callable[[Any], Awaitable[Job]]) -> Response:
+        try:
+            parsed = parse(await read_json(request, self.options.body_limit))
+            self._check_model(parsed.model)
+            job = await make_job(parsed)
+        except (ApiError, RequestError) as error:
+            if not (isinstance(error, ApiError) and error.status == 503):
+                self.metrics.requests.labels("refused").inc()
+            raise
+        if job.stream:
+            headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+            return StreamingResponse(self._events(job), media_type="text/event-stream", headers=headers)
+        return await self._whole_unless_disconnected(request, job)
+
+    def _check_model(self, name: str | None) -> None:
+        if name is not None and name != self.options.name:
+            message = f"unknown model {name!r}: this server serves {self.options.name!r}"
+            raise ApiError(404, message, "model", "model_not_found")
+
+    async def _chat_job(self, parsed: ChatRequest) -> Job:
+        own = TEMPLATE_OWN & parsed.chat_template_kwargs.keys()
+        if own:
+            field = f"chat_template_kwargs.{min(own)}"
+            raise ApiError(400, f"field {field!r} cannot be set: the server sets it", field, "invalid_value")
+        messages = [message.for_template() for message in parsed.messages]
+        tools = parsed.tools if parsed.tool_choice == "auto" else None
+        tokens = await to_thread.run_sync(
+            lambda: self.engine.tokenizer.chat(messages, tools=tools or None, **parsed.chat_template_kwargs)
+        )
+        return self._job(parsed, tokens, ChatShape, None)
+
+    async def _completion_job(self, parsed: CompletionRequest) -> Job:
+        tokens = parsed.prompt
+        if isinstance(tokens, str):
+            tokens = await to_thread.run_sync(self.engine.tokenizer.encode, tokens)
+        return self._job(parsed, tokens, CompletionShape, settings.COMPLETION_TOKENS)
+
+    def _job(self, parsed: Common, tokens: list[int], shape: type[Shape], route_limit: int | None) -> Job:
+        limits = (parsed.reply_limit, self.options.max_tokens, route_limit)
+        stop_tokens = frozenset() if parsed.ignore_eos else self.engine.tokenizer.stop_ids
+        asked = engine_request.Request(
+            tokens=tuple(tokens),
+            max_tokens=next((limit for limit in limits if limit is not None), None),
+            sampling=parsed.sampling(),
+            stop_tokens=stop_tokens,
+            prefill=parsed.prefill,
+            segment_rows=parsed.segment_rows,
+            logprobs=parsed.alternatives,
+        )
+        running = self.replies.submit(asked)
+        return Job(
+            running=running,
+            text=ReplyText(self.engine.tokenizer.detokenizer(), stop_tokens, parsed.stop),
+            shape=shape(
+                model=self.options.name,
+                seed=asked.sampling.seed,
+                prompt_tokens=len(asked.tokens),
+                alternatives=parsed.alternatives,
+                with_token_ids=parsed.return_token_ids,
+                tokenizer=self.engine.tokenizer,
+            ),
+            stream=parsed.stream,
+            include_usage=bool(parsed.stream_options and parsed.stream_options.include_usage),
+        )
+
+    async def _whole_unless_disconnected(self, request: Request, job: Job) -> Response:
+        reply = asyncio.create_task(self._whole(job))
+        gone = asyncio.create_task(_disconnected(request))
+        try:
+            await asyncio.wait((reply, gone), return_when=asyncio.FIRST_COMPLETED)
+            return JSONResponse(reply.result()) if reply.done() else Response(status_code=CLIENT_CLOSED)
+        finally:
+            reply.cancel()
+            gone.cancel()
+
+    async def _whole(self, job: Job) -> dict[str, Any]:
+        deltas: list[Delta] = []
+        async with aclosing(self.replies.follow(job.running, job.text)) as updates:
+            async for update in updates:
+                if isinstance(update, Delta):
+                    deltas.append(update)
+                elif isinstance(update, End):
+                    return job.shape.whole(deltas, update)
+        raise RuntimeError("the reply has no end")
+
+    async def _events(self, job: Job) -> AsyncIterator[str]:
+        """The stream's lines: comments with the prompt's progress, then data."""
+        opening = job.shape.opening()
+        if opening is not None:
+            yield _data(opening)
+        try:
+            async with aclosing(self.replies.follow(job.running, job.text)) as updates:
+                async for update in updates:
+                    if isinstance(update, PromptProgress):
+                        yield f": prompt {update.done}/{update.total}\n\n"
+                    elif isinstance(update, Delta):
+                        yield _data(job.shape.chunk(update))
+                    else:
+                        yield _data(job.shape.last_chunk(update))
+                        if job.include_usage:
+                            yield _data(job.shape.usage_chunk(update))
+        except ApiError as error:
+            yield _data(error.body())
+        yield "data: [DONE]\n\n"
+
+
+def create_app(engine: Engine, options: ServerOptions) -> FastAPI:
+    """The ASGI application. `app.state.service` is its Service; the engine is closed when the application ends."""
+    service = Service(engine, options)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        await to_thread.run_sync(engine.close)
+
+    app = FastAPI(title="isobit", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    app.state.service = service
+    for path, answer in (("/v1/models", service.models), ("/health", service.health)):
+        app.add_api_route(path, answer, methods=["GET"])
+    app.add_api_route("/v1/models/{name:path}", service.model, methods=["GET"])
+    app.add_api_route("/v1/chat/completions", service.chat, methods=["POST"], response_model=None)
+    app.add_api_route("/v1/completions", service.complete, methods=["POST"], response_model=None)
+
+    @app.get("/metrics")
+    def metrics() -> Response:
+        return Response(service.metrics.render(), media_type=CONTENT_TYPE_LATEST)
+
+    @app.exception_handler(ApiError)
+    async def api_error(_: Request, error: ApiError) -> Response:
+        return error.response()
+
+    @app.exception_handler(IsobitError)
+    async def isobit_error(_: Request, error: IsobitError) -> Response:
+        param = error.param if isinstance(error, RequestError) else None
+        code = error.code if isinstance(error, RequestError) else None
+        status = 400 if isinstance(error, RequestError) else 500
+        return ApiError(status, str(error), param, code).response()
+
+    @app.exception_handler(HTTPException)
+    async def http_error(request: Request, error: HTTPException) -> Response:
+        message = {
+            404: f"no route {request.url.path}: expected one of {', '.join(ROUTES)}",
+            405: f"{request.method} is not possible on {request.url.path}",
+        }.get(error.status_code, str(error.detail))
+        return ApiError(error.status_code, message, headers=error.headers).response()
+
+    @app.exception_handler(Exception)
+    async def defect(_: Request, error: Exception) -> Response:
+        return ApiError(500, f"a defect of isobit: {type(error).__name__}: {error}").response()
+
+    return app
+
+
+def _data(content: dict[str, Any]) -> str:
+    return f"data: {json.dumps(content, ensure_ascii=False, separators=(',', ':'))}\n\n"
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

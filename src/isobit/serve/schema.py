@@ -1,0 +1,259 @@
+"""The requests that the routes take, and what they become for the engine."""
+
+import json
+import secrets
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic_core import from_json
+
+from isobit import settings
+from isobit.engine.request import Sampling
+from isobit.serve.errors import ApiError, from_validation
+
+Neutral = dict[str, tuple[Any, ...]]
+T = TypeVar("T", bound="Common")
+
+# Fields that have no meaning here, whatever they hold.
+IGNORED = frozenset(
+    {
+        "user",
+        "metadata",
+        "store",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "parallel_tool_calls",
+    }
+)
+# Fields that isobit does not support, with the values that ask for nothing; null always asks for nothing.
+NEUTRAL: Neutral = {
+    "n": (1,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "logit_bias": ({},),
+    "service_tier": ("auto", "default"),
+}
+CHAT_NEUTRAL: Neutral = {
+    **NEUTRAL,
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "verbosity": ("medium",),
+    "reasoning_effort": (),
+    "audio": (),
+    "prediction": (),
+    "functions": ([],),
+    "function_call": ("none",),
+    "web_search_options": (),
+    "moderation": (),
+}
+COMPLETION_NEUTRAL: Neutral = {**NEUTRAL, "best_of": (1,), "echo": (False,), "suffix": ("",)}
+
+
+def _bounded(setting: settings.Setting) -> Any:
+    return Field(ge=setting.minimum, le=setting.maximum, description=setting.help)
+
+
+def _stops(value: Any) -> tuple[str, ...]:
+    stops = [value] if isinstance(value, str) else value
+    limit, longest = settings.MAX_STOPS, settings.MAX_STOP_CHARACTERS
+    fits = isinstance(stops, list) and len(stops) <= limit
+    if not fits or not all(isinstance(stop, str) and 0 < len(stop) <= longest for stop in stops):
+        raise ValueError(f"must be a string or a list of up to {limit} strings, of 1 to {longest} characters each")
+    return tuple(stops)
+
+
+def _content(value: Any) -> Any:
+    if value is None or isinstance(value, str):
+        return value
+    if isinstance(value, list) and all(isinstance(part, dict) for part in value):
+        return value
+    raise ValueError('must be a string or a list of {"type": "text"} parts')
+
+
+def _prompt(value: Any) -> Any:
+    """One text, or one list of token ids, also as the only item of a list."""
+    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | list):
+        value = value[0]
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list) and all(type(token) is int for token in value):
+        return tuple(value)
+    raise ValueError("must be one text or one list of token ids (several prompts in one request are not supported)")
+
+
+def _tool(value: Any) -> dict[str, Any]:
+    function = value.get("function") if isinstance(value, dict) else None
+    if not isinstance(function, dict) or value.get("type") != "function" or not isinstance(function.get("name"), str):
+        raise ValueError('must be {"type": "function", "function": {"name": ...}}')
+    return value
+
+
+def _top_k(value: Any) -> Any:
+    return 0 if type(value) is int and value == -1 else value
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class StreamOptions(_Strict):
+    """How a stream is sent."""
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class Common(_Strict):
+    """The fields of both routes. A field that is null counts as left out."""
+
+    model: str | None = None
+    max_tokens: Annotated[int | None, _bounded(settings.MAX_TOKENS)] = None
+    temperature: Annotated[float, _bounded(settings.TEMPERATURE)] = settings.TEMPERATURE.default
+    top_k: Annotated[int, BeforeValidator(_top_k), _bounded(settings.TOP_K)] = settings.TOP_K.default
+    top_p: Annotated[float, _bounded(settings.TOP_P)] = settings.TOP_P.default
+    min_p: Annotated[float, _bounded(settings.MIN_P)] = settings.MIN_P.default
+    seed: Annotated[int | None, _bounded(settings.SEED)] = None
+    stop: Annotated[tuple[str, ...], BeforeValidator(_stops)] = ()
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    ignore_eos: bool = False
+    return_token_ids: bool = False
+    prefill: Literal["deep", "batched", "serial"] = settings.PREFILL.default
+    segment_rows: Annotated[int | None, _bounded(settings.REQUEST_SEGMENT_ROWS)] = None
+
+    @property
+    def reply_limit(self) -> int | None:
+        """The reply limit that the request names."""
+        return self.max_tokens
+
+    @property
+    def alternatives(self) -> int | None:
+        """How many alternatives each token reports; None for no logprobs."""
+        raise NotImplementedError
+
+    def sampling(self) -> Sampling:
+        """How tokens are drawn; a request without a seed gets a random one that JavaScript's numbers hold exactly."""
+        seed = secrets.randbits(53) if self.seed is None else self.seed % settings.SEED_LIMIT
+        return Sampling(self.temperature, self.top_k, self.top_p, self.min_p, seed)
+
+
+class Function(_Strict):
+    """A call that the model made before. arguments: a JSON object, or its text."""
+
+    name: str
+    arguments: Any = None
+
+
+class ToolCall(_Strict):
+    """One tool call of an assistant message."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    index: int | None = None
+    function: Function
+
+
+class Message(_Strict):
+    """One message of a chat, with what OpenAI's clients send back of an earlier reply."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[Any, BeforeValidator(_content)] = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    refusal: None = None
+    annotations: list[Any] | None = None
+    audio: None = None
+    function_call: None = None
+
+    def for_template(self) -> dict[str, Any]:
+        """The message as chat templates read it; raises ApiError when a tool call's arguments are not a JSON object."""
+        message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role}
+        message["content"] = "" if self.content is None else self.content
+        for field in ("name", "tool_call_id", "reasoning_content"):
+            if getattr(self, field) is not None:
+                message[field] = getattr(self, field)
+        if self.tool_calls:
+            message["tool_calls"] = [_call_for_template(call) for call in self.tool_calls]
+        return message
+
+
+def _call_for_template(call: ToolCall) -> dict[str, Any]:
+    arguments = call.function.arguments
+    if isinstance(arguments, str):
+        try:
+            arguments = from_json(arguments) if arguments.strip() else {}
+        except ValueError:
+            arguments = None
+    elif arguments is None:
+        arguments = {}
+    if not isinstance(arguments, dict):
+        raise ApiError(400, f"the arguments of tool call {call.function.name!r} must be a JSON object", "messages")
+    return {"id": call.id, "type": call.type, "function": {"name": call.function.name, "arguments": arguments}}
+
+
+class ChatRequest(Common):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Annotated[int | None, _bounded(settings.MAX_TOKENS)] = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int | None, Field(ge=0, le=settings.MAX_LOGPROBS)] = None
+    tools: list[Annotated[Any, BeforeValidator(_tool)]] | None = None
+    tool_choice: Literal["auto", "none"] = "auto"
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+    @property
+    def reply_limit(self) -> int | None:
+        return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+
+    @property
+    def alternatives(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+class CompletionRequest(Common):
+    """POST /v1/completions."""
+
+    prompt: Annotated[Any, BeforeValidator(_prompt)]
+    logprobs: Annotated[int | None, Field(ge=0, le=settings.MAX_LOGPROBS)] = None
+
+    @property
+    def alternatives(self) -> int | None:
+        return self.logprobs
+
+
+def parse_chat(body: dict[str, Any]) -> ChatRequest:
+    """The body of a chat request; ApiError 400 names the first field that is wrong."""
+    request = _parse(ChatRequest, body, CHAT_NEUTRAL)
+    if request.top_logprobs is not None and not request.logprobs:
+        raise ApiError(400, "field 'top_logprobs' needs 'logprobs': true beside it", "top_logprobs", "invalid_value")
+    return request
+
+
+def parse_completion(body: dict[str, Any]) -> CompletionRequest:
+    """The body of a completions request; ApiError 400 names the first field that is wrong."""
+    return _parse(CompletionRequest, body, COMPLETION_NEUTRAL)
+
+
+def _parse(kind: type[T], body: dict[str, Any], neutral: Neutral) -> T:
+    asked = {name: value for name, value in body.items() if value is not None and name not in IGNORED}
+    for name in neutral.keys() & asked.keys():
+        _check_neutral(name, asked.pop(name), neutral[name])
+    try:
+        request = kind.model_validate(asked)
+    except ValidationError as error:
+        raise from_validation(error) from None
+    if request.stream_options is not None and not request.stream:
+        raise ApiError(400, "field 'stream_options' needs 'stream': true beside it", "stream_options", "invalid_value")
+    return request
+
+
+def _check_neutral(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
+    if any(value == neutral and isinstance(value, bool) == isinstance(neutral, bool) for neutral in allowed):
+        return
+    expected = " or ".join(json.dumps(item) for item in allowed) + " or left out" if allowed else "left out"
+    raise ApiError(400, f"field {name!r} is not supported: it must be {expected}", name, "unsupported_value")

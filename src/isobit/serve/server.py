@@ -1,0 +1,85 @@
+"""Binding a port and running the application until a signal."""
+
+import asyncio
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable
+
+import uvicorn
+from fastapi import FastAPI
+
+from isobit.errors import IsobitError
+
+SETTLE_SECONDS = 5
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket bound to the address, not yet listening; port 0 takes a free one. IsobitError when it cannot be had."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise IsobitError(f"--host {host!r} is no address of this machine: {error.strerror}") from None
+    bound = socket.socket(family, kind, protocol)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+    except OSError as error:
+        bound.close()
+        advice = "choose another with --port, or --port 0 for a free one"
+        raise IsobitError(f"cannot listen on {host} port {port}: {error.strerror}: {advice}") from None
+    return bound
+
+
+def url_of(bound: socket.socket) -> str:
+    """The address of a bound socket as a URL."""
+    host, port = bound.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def run(app: FastAPI, bound: socket.socket, grace: float, on_ready: Callable[[], None], stop_with_stdin: bool) -> None:
+    """Serve until SIGTERM or SIGINT, or until standard input ends if `stop_with_stdin`.
+
+    Running replies then get `grace` seconds to finish. on_ready is called once connections are accepted.
+    """
+    config = uvicorn.Config(
+        app,
+        http="h11",
+        ws="none",
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=int(grace) + SETTLE_SECONDS,
+    )
+    server = _Server(config, grace, on_ready)
+    if stop_with_stdin:
+        threading.Thread(target=_stop_at_end_of_stdin, args=(server,), daemon=True).start()
+    # uvicorn raises the signal again when it is done: SIGTERM then ends the process as a success.
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        server.run(sockets=[bound])
+    except OSError as error:
+        raise IsobitError(f"cannot listen on {bound.getsockname()[0]}: {error.strerror}") from None
+
+
+class _Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config, grace: float, on_ready: Callable[[], None]):
+        super().__init__(config)
+        self._grace = grace
+        self._on_ready = on_ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._on_ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        cancel_all = self.config.app.state.service.replies.cancel_all  # type: ignore[union-attr]
+        asyncio.get_running_loop().call_later(self._grace, cancel_all)
+        await super().shutdown(sockets)
+
+
+def _stop_at_end_of_stdin(server: uvicorn.Server) -> None:
+    while sys.stdin.buffer.read(4096):
+        pass
+    server.should_exit = True
