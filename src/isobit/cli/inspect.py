@@ -37,7 +37,7 @@ def _print(inspection: "Inspection") -> None:
     from rich.table import Table
 
     console = Console(highlight=False)
-    table = Table(box=box.SIMPLE_HEAD, title=_title(inspection), title_justify="left")
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title=_title(inspection), title_justify="left")
     table.add_column("class", no_wrap=True)
     table.add_column("bits", no_wrap=True)
     table.add_column("codebook", no_wrap=True)
