@@ -1,0 +1,212 @@
+"""The Gated DeltaNet recurrence on the CPU: rows in order, parallel over value heads and blocks of value columns."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numba import njit, prange
+
+from isobit.errors import IsobitError
+from isobit.ops.batch import Batch
+from isobit.ops.buffers import empty
+from isobit.ops.convolution import convolve
+from isobit.ops.lanes import (
+    LANES,
+    lane_dot_at,
+    lanes_fill,
+    lanes_fma,
+    lanes_load,
+    lanes_load_first,
+    lanes_multiply,
+    lanes_store,
+    lanes_store_first,
+    lanes_subtract,
+    lanes_zero,
+)
+from isobit.ops.scalar import exp32, rsqrt32, sigmoid32, silu32, softplus32
+from isobit.ops.work import part_start, run_split
+
+__all__ = ["causal_conv", "delta_rule", "gated_norm", "prepare_delta"]
+
+L2_EPS = np.float32(1e-6)
+
+
+@dataclass(frozen=True)
+class Delta:
+    """One layer's constants. conv_weight: float32 [taps, C]; rate: float32 [Hv], exp(A_log); the rest as prepared."""
+
+    conv_weight: np.ndarray
+    rate: np.ndarray
+    dt_bias: np.ndarray
+    norm_weight: np.ndarray
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    eps: np.float32
+    gate_is_silu: bool
+
+
+def prepare_delta(
+    conv_weight: np.ndarray,
+    a_log: np.ndarray,
+    dt_bias: np.ndarray,
+    norm_weight: np.ndarray,
+    key_heads: int,
+    value_heads: int,
+    key_dim: int,
+    value_dim: int,
+    eps: float,
+    gate: str,
+) -> Delta:
+    """A layer from conv_weight [C, taps], a_log and dt_bias [Hv], norm_weight [dv]; gate: "sigmoid" or "silu"."""
+    if gate not in ("sigmoid", "silu"):
+        raise IsobitError(f"output_gate_type {gate!r} is unknown: expected 'sigmoid' or 'silu'; check config.json")
+    rate = np.empty(value_heads, np.float32)
+    rate_rows(np.array(a_log, np.float32), rate)
+    return Delta(
+        conv_weight=np.array(np.asarray(conv_weight, np.float32).T, order="C"),
+        rate=rate,
+        dt_bias=np.array(dt_bias, np.float32),
+        norm_weight=np.array(norm_weight, np.float32),
+        key_heads=key_heads,
+        value_heads=value_heads,
+        key_dim=key_dim,
+        value_dim=value_dim,
+        eps=np.float32(eps),
+        gate_is_silu=gate == "silu",
+    )
+
+
+def causal_conv(x: np.ndarray, handle: Delta, conv_state: np.ndarray, batch: Batch) -> np.ndarray:
+    """silu of the causal convolution of q, k and v: [R, C] -> [R, C]; the pool [slots, taps - 1, C] moves on."""
+    return convolve(x, handle.conv_weight, 1, conv_state, batch)
+
+
+def delta_rule(
+    qkv: np.ndarray, a: np.ndarray, b: np.ndarray, handle: Delta, states: np.ndarray, batch: Batch
+) -> np.ndarray:
+    """The recurrence: [R, C], [R, Hv], [R, Hv] -> [R, Hv*dv]; the pool [slots, Hv, dk, dv] moves on."""
+    rows, heads = a.shape
+    q = np.empty((rows, handle.key_heads, handle.key_dim), np.float32)
+    k = np.empty_like(q)
+    decay, beta = np.empty((rows, heads), np.float32), np.empty((rows, heads), np.float32)
+    arguments = qkv, a, b, handle.rate, handle.dt_bias, q, k, decay, beta
+    run_split(gate_rows, _gate_parallel, 2 * q.size, rows, *arguments)
+    out = empty((rows, heads * handle.value_dim))
+    blocks = heads * -(-handle.value_dim // LANES)
+    recurrence = q, k, qkv, decay, beta, states, batch.starts, batch.slots, out
+    run_split(delta_blocks, _delta_parallel, out.size * handle.key_dim, blocks, *recurrence)
+    return out
+
+
+def gated_norm(x: np.ndarray, z: np.ndarray, handle: Delta) -> np.ndarray:
+    """RMS norm of each head, times weight, times the gate of z: [R, Hv*dv], [R, Hv*dv] -> [R, Hv*dv]."""
+    out = empty(x.shape)
+    arguments = x, z, handle.norm_weight, handle.eps, handle.gate_is_silu, out
+    run_split(gated_norm_rows, _gated_norm_parallel, x.size, len(x), *arguments)
+    return out
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def rate_rows(a_log, rate):
+    for i in range(rate.size):
+        rate[i] = exp32(a_log[i])
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def gate_rows(qkv, a, b, rate, dt_bias, q, k, decay, beta, first, last):
+    """The normed q and k [R, Hk, dk], the decay and beta [R, Hv] of rows first to last - 1."""
+    heads, width = q.shape[1], q.shape[2]
+    scale = np.float32(1.0 / np.sqrt(np.float64(width)))
+    for row in range(first, last):
+        for head in range(a.shape[1]):
+            decay[row, head] = exp32(-rate[head] * softplus32(a[row, head] + dt_bias[head]))
+            beta[row, head] = sigmoid32(b[row, head])
+        for head in range(heads):
+            start = row * qkv.shape[1] + head * width
+            inverse = rsqrt32(lane_dot_at(qkv, start, qkv, start, width) + L2_EPS)
+            for i in range(width):
+                q[row, head, i] = (qkv[row, head * width + i] * inverse) * scale
+            start += heads * width
+            inverse = rsqrt32(lane_dot_at(qkv, start, qkv, start, width) + L2_EPS)
+            for i in range(width):
+                k[row, head, i] = qkv[row, (heads + head) * width + i] * inverse
+
+
+@njit(nogil=True, cache=True, error_model="numpy", parallel=True)
+def _gate_parallel(qkv, a, b, rate, dt_bias, q, k, decay, beta, count, pieces):
+    for piece in prange(pieces):
+        first, last = part_start(piece, pieces, count), part_start(piece + 1, pieces, count)
+        gate_rows(qkv, a, b, rate, dt_bias, q, k, decay, beta, first, last)
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def delta_blocks(q, k, qkv, decay, beta, states, starts, slots, out, first, last):
+    """All rows, in blocks first to last - 1: block i is 32 value columns of one head, head after head."""
+    value_heads, key_dim, value_dim = states.shape[1], states.shape[2], states.shape[3]
+    key_heads, channels = q.shape[1], qkv.shape[1]
+    values = 2 * key_heads * key_dim
+    blocks = (value_dim + LANES - 1) // LANES
+    state = np.empty(key_dim * LANES, np.float32)
+    for block in range(first, last):
+        head, column = block // blocks, (block % blocks) * LANES
+        width = min(LANES, value_dim - column)
+        key_head = head * key_heads // value_heads
+        for segment in range(slots.size):
+            pool = (slots[segment] * value_heads + head) * key_dim * value_dim + column
+            for i in range(key_dim):
+                lanes_store(state, i * LANES, lanes_load_first(states, pool + i * value_dim, width))
+            for row in range(starts[segment], starts[segment + 1]):
+                keys = (row * key_heads + key_head) * key_dim
+                value = lanes_load_first(qkv, row * channels + values + head * value_dim + column, width)
+                read = delta_row(state, q, k, keys, value, decay[row, head], beta[row, head], key_dim)
+                lanes_store_first(out, (row * value_heads + head) * value_dim + column, read, width)
+            for i in range(key_dim):
+                lanes_store_first(states, pool + i * value_dim, lanes_load(state, i * LANES), width)
+
+
+@njit(forceinline=True, nogil=True, error_model="numpy")
+def delta_row(state, q, k, keys, value, decay, beta, key_dim):
+    """One row of one block: moves the state [dk, 32] on and gives what the query reads from it."""
+    decays = lanes_fill(decay)
+    remembered = lanes_zero()
+    flat_k, flat_q = k.ravel(), q.ravel()
+    for i in range(key_dim):
+        kept = lanes_multiply(lanes_load(state, i * LANES), decays)
+        remembered = lanes_fma(kept, lanes_fill(flat_k[keys + i]), remembered)
+        lanes_store(state, i * LANES, kept)
+    change = lanes_multiply(lanes_fill(beta), lanes_subtract(value, remembered))
+    read = lanes_zero()
+    for i in range(key_dim):
+        renewed = lanes_fma(lanes_fill(flat_k[keys + i]), change, lanes_load(state, i * LANES))
+        read = lanes_fma(renewed, lanes_fill(flat_q[keys + i]), read)
+        lanes_store(state, i * LANES, renewed)
+    return read
+
+
+@njit(nogil=True, cache=True, error_model="numpy", parallel=True)
+def _delta_parallel(q, k, qkv, decay, beta, states, starts, slots, out, count, pieces):
+    for piece in prange(pieces):
+        first, last = part_start(piece, pieces, count), part_start(piece + 1, pieces, count)
+        delta_blocks(q, k, qkv, decay, beta, states, starts, slots, out, first, last)
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def gated_norm_rows(x, z, weight, eps, gate_is_silu, out, first, last):
+    """(weight * normed) * gate(z) for rows first to last - 1; each head of len(weight) values by itself."""
+    width = weight.size
+    for row in range(first, last):
+        for head in range(x.shape[1] // width):
+            start = row * x.shape[1] + head * width
+            inverse = rsqrt32(lane_dot_at(x, start, x, start, width) / np.float32(width) + eps)
+            for i in range(width):
+                column = head * width + i
+                gate = silu32(z[row, column]) if gate_is_silu else sigmoid32(z[row, column])
+                out[row, column] = (weight[i] * (x[row, column] * inverse)) * gate
+
+
+@njit(nogil=True, cache=True, error_model="numpy", parallel=True)
+def _gated_norm_parallel(x, z, weight, eps, gate_is_silu, out, count, pieces):
+    for piece in prange(pieces):
+        first, last = part_start(piece, pieces, count), part_start(piece + 1, pieces, count)
+        gated_norm_rows(x, z, weight, eps, gate_is_silu, out, first, last)
