@@ -215,7 +215,10 @@ class Engine:
             fitting //= 2
         if fitting >= rows:
             return rows, None
-        return fitting, f"prompt segments of {fitting} rows instead of {rows}: memory for larger buffers is not to be had"
+        return (
+            fitting,
+            f"prompt segments of {fitting} rows instead of {rows}: memory for larger buffers is not to be had",
+        )
 
     def _retire_if_over(self, lane: Lane) -> bool:
         reason = lane.end_reason()

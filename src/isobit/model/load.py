@@ -1,0 +1,183 @@
+"""From a checkpoint to a model on a device."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from isobit.checkpoint.config import FlashNextConfig
+from isobit.checkpoint.reader import Checkpoint
+from isobit.model.blocks import Experts, GatedDeltaNet, Handle, Layer, NgramInjection, SparseAttention
+from isobit.model.flash_next import FlashNext
+from isobit.model.mtp import MtpHead
+
+Progress = Callable[[int, int], None]  # layers loaded, layers in all
+
+
+def load_model(checkpoint: Checkpoint, ops: Any, context: int, progress: Progress | None = None) -> FlashNext:
+    """Prepare every weight for the device of `ops`. context: the most rows a stream may have.
+
+    Raises CheckpointError, naming the tensor, for anything missing or malformed.
+    """
+    loader = Loader(checkpoint, ops, context)
+    config = checkpoint.config
+    total = config.num_hidden_layers + config.mtp_num_hidden_layers
+    layers = []
+    for index in range(config.num_hidden_layers):
+        layers.append(loader.layer(f"layers.{index}", f"layers.{index}", config.is_attention(index)))
+        if progress is not None:
+            progress(index + 1, total)
+    mtp = loader.mtp() if config.has_mtp else None
+    if progress is not None and mtp is not None:
+        progress(total, total)
+    return FlashNext(
+        ops=ops,
+        config=config,
+        context=context,
+        embedding=ops.prepare_embedding(checkpoint.embedding()),
+        layers=tuple(layers),
+        mixer=loader.gated_residual("hyper_connection_mixer"),
+        head=ops.prepare_linear(checkpoint.head()),
+        mtp=mtp,
+    )
+
+
+@dataclass(frozen=True)
+class Loader:
+    """Builds the blocks of one checkpoint for one device."""
+
+    checkpoint: Checkpoint
+    ops: Any
+    context: int
+
+    @property
+    def config(self) -> FlashNextConfig:
+        return self.checkpoint.config
+
+    def linear(self, name: str) -> Handle:
+        return self.ops.prepare_linear(self.checkpoint.linear(name))
+
+    def layer(self, name: str, prefix: str, attention: bool) -> Layer:
+        """A decoder layer; `name` keys its state, `prefix` its tensors."""
+        has_ngram = self.checkpoint.has_ngram(prefix)
+        return Layer(
+            name=name,
+            ngram=self.ngram(name, f"{prefix}.ple") if has_ngram else None,
+            mixer_site=self.gated_residual(f"{prefix}.attn_hyper_connection"),
+            mixer=self.attention(name, prefix) if attention else self.delta(name, prefix),
+            experts_site=self.gated_residual(f"{prefix}.mlp_hyper_connection"),
+            experts=self.experts(name, f"{prefix}.mlp"),
+        )
+
+    def mtp(self) -> MtpHead:
+        return MtpHead(
+            norm_embedding=self.vector("mtp.pre_fc_norm_embedding.weight"),
+            norm_hidden=self.vector("mtp.pre_fc_norm_hidden.weight"),
+            fc_embedding=self.linear("mtp.fc_embedding"),
+            fc_hidden=self.linear("mtp.fc_hidden"),
+            eps=self.config.rms_norm_eps,
+            layer=self.layer("mtp", "mtp.layers.0", attention=True),
+            mixer=self.gated_residual("mtp.hyper_connection_mixer"),
+        )
+
+    def vector(self, name: str) -> Any:
+        return self.checkpoint.vector(name)
+
+    def gated_residual(self, prefix: str) -> Handle:
+        inject = f"{prefix}.block_inject_weight"
+        return self.ops.prepare_gated_residual(
+            self.vector(f"{prefix}.hc_norm.weight"),
+            self.linear(f"{prefix}.input_mix_weight_down"),
+            self.linear(f"{prefix}.input_mix_weight_up"),
+            None if prefix.endswith("hyper_connection_mixer") else self.linear(inject),
+            self.config.hc_count,
+            self.config.rms_norm_eps,
+        )
+
+    def delta(self, name: str, layer: str) -> GatedDeltaNet:
+        config, prefix = self.config, f"{layer}.linear_attn"
+        delta = self.ops.prepare_delta(
+            self.vector(f"{prefix}.conv1d.weight").reshape(config.conv_channels, config.linear_conv_kernel_dim),
+            self.vector(f"{prefix}.A_log"),
+            self.vector(f"{prefix}.dt_bias"),
+            self.vector(f"{prefix}.norm.weight"),
+            config.linear_num_key_heads,
+            config.linear_num_value_heads,
+            config.linear_key_head_dim,
+            config.linear_value_head_dim,
+            config.rms_norm_eps,
+            config.output_gate_type,
+        )
+        return GatedDeltaNet(
+            name=name,
+            in_qkv=self.linear(f"{prefix}.in_proj_qkv"),
+            in_z=self.linear(f"{prefix}.in_proj_z"),
+            in_a=self.linear(f"{prefix}.in_proj_a"),
+            in_b=self.linear(f"{prefix}.in_proj_b"),
+            delta=delta,
+            out=self.linear(f"{prefix}.out_proj"),
+        )
+
+    def attention(self, name: str, layer: str) -> SparseAttention:
+        config, prefix = self.config, f"{layer}.self_attn"
+        attention = self.ops.prepare_attention(
+            self.vector(f"{prefix}.q_norm.weight"),
+            self.vector(f"{prefix}.k_norm.weight"),
+            self.vector(f"{prefix}.indexer.q_layernorm.weight"),
+            self.vector(f"{prefix}.indexer.k_layernorm.weight"),
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.head_dim,
+            config.indexer_n_heads,
+            config.indexer_head_dim,
+            config.indexer_budget,
+            config.indexer_compress_ratio,
+            config.rotary_dim,
+            config.rope_theta,
+            self.context,
+            config.rms_norm_eps,
+        )
+        return SparseAttention(
+            name=name,
+            q=self.linear(f"{prefix}.q_proj"),
+            k=self.linear(f"{prefix}.k_proj"),
+            v=self.linear(f"{prefix}.v_proj"),
+            index_qk=self.linear(f"{prefix}.indexer.index_qk_proj"),
+            index_split=config.indexer_n_heads * config.indexer_head_dim,
+            attention=attention,
+            out=self.linear(f"{prefix}.o_proj"),
+        )
+
+    def experts(self, name: str, prefix: str) -> Experts:
+        config, checkpoint = self.config, self.checkpoint
+        routed = checkpoint.experts(prefix)
+        experts = self.ops.prepare_experts(
+            routed.gate,
+            routed.up,
+            routed.down,
+            checkpoint.linear(f"{prefix}.shared_expert.gate_proj"),
+            checkpoint.linear(f"{prefix}.shared_expert.up_proj"),
+            checkpoint.linear(f"{prefix}.shared_expert.down_proj"),
+            checkpoint.linear(f"{prefix}.shared_expert_gate"),
+        )
+        router = self.linear(f"{prefix}.gate")
+        return Experts(name, router, experts, config.num_experts_per_tok, config.norm_topk_prob)
+
+    def ngram(self, name: str, prefix: str) -> NgramInjection:
+        config = self.config
+        ple = self.ops.prepare_ple(
+            self.vector(f"{prefix}.norm_key.weight"),
+            self.vector(f"{prefix}.norm_query.weight"),
+            self.vector(f"{prefix}.norm_conv.weight"),
+            self.vector(f"{prefix}.conv1d.weight").reshape(config.stream_width, config.ple_conv_kernel_size),
+            config.hc_count,
+            config.ngram_size,
+            config.rms_norm_eps,
+        )
+        return NgramInjection(
+            name=name,
+            table=self.checkpoint.ngram_table(f"{prefix}.ple_embedding.ngram_embedding"),
+            end_token=config.ple_end_token,
+            key=self.linear(f"{prefix}.key_proj"),
+            value=self.linear(f"{prefix}.value_proj"),
+            ple=ple,
+        )
