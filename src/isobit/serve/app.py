@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from anyio import to_thread
 from fastapi import FastAPI, Request
@@ -17,7 +17,6 @@ from starlette.exceptions import HTTPException
 
 from isobit import settings
 from isobit.engine import request as engine_request
-from isobit.engine.engine import Engine
 from isobit.engine.request import PromptProgress
 from isobit.errors import IsobitError, RequestError
 from isobit.serve.body import read_json
@@ -27,6 +26,9 @@ from isobit.serve.replies import Delta, End, Replies, Running
 from isobit.serve.schema import ChatRequest, Common, CompletionRequest, parse_chat, parse_completion
 from isobit.serve.shapes import ChatShape, CompletionShape, Shape
 from isobit.serve.text import ReplyText
+
+if TYPE_CHECKING:
+    from isobit.engine.engine import Engine
 
 CLIENT_CLOSED = 499
 ROUTES = ("/v1/models", "/v1/chat/completions", "/v1/completions", "/health", "/metrics")
@@ -56,7 +58,7 @@ class Job:
 class Service:
     """The routes' common work: from a parsed request to a response."""
 
-    def __init__(self, engine: Engine, options: ServerOptions):
+    def __init__(self, engine: "Engine", options: ServerOptions):
         self.engine = engine
         self.options = options
         self.started = int(time.time())
@@ -206,7 +208,7 @@ class Service:
         yield "data: [DONE]\n\n"
 
 
-def create_app(engine: Engine, options: ServerOptions) -> FastAPI:
+def create_app(engine: "Engine", options: ServerOptions) -> FastAPI:
     """The ASGI application. `app.state.service` is its Service; the engine is closed when the application ends."""
     service = Service(engine, options)
 

@@ -78,7 +78,7 @@ def _prompt(value: Any) -> Any:
         value = value[0]
     if isinstance(value, str):
         return value
-    if isinstance(value, list) and all(type(token) is int for token in value):
+    if isinstance(value, list) and all(type(token) is int and abs(token) < 2**31 for token in value):
         return tuple(value)
     raise ValueError("must be one text or one list of token ids (several prompts in one request are not supported)")
 

@@ -1,0 +1,278 @@
+"""The routes over a fake engine, through real sockets: full queues, failures, disconnects, bodies of nonsense."""
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import httpx
+import pytest
+import uvicorn
+
+from isobit.engine.lane import token_hash
+from isobit.serve.app import ServerOptions, create_app
+from isobit.serve.server import bind
+from tests.serve.fake_engine import END, FakeEngine
+
+BODY_LIMIT = 1 << 20
+PROMPT = {"prompt": "hi"}
+
+
+@contextmanager
+def serving(engine: FakeEngine, max_tokens: int | None = None) -> Iterator[httpx.Client]:
+    app = create_app(engine, ServerOptions("fake", max_tokens, BODY_LIMIT))  # type: ignore[arg-type]
+    server = uvicorn.Server(uvicorn.Config(app, http="h11", log_level="critical"))
+    bound = bind("127.0.0.1", 0)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
+    thread.start()
+    try:
+        until(lambda: server.started)
+        port = bound.getsockname()[1]
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=20, trust_env=False) as client:
+            yield client
+    finally:
+        server.should_exit = True
+        thread.join()
+    assert engine.closed
+
+
+def until(condition, seconds: float = 5) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.01)
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[httpx.Client]:
+    with serving(FakeEngine()) as client:
+        yield client
+
+
+def sse(response: httpx.Response) -> list[dict]:
+    lines = [line for line in response.text.split("\n") if line.startswith("data: ")]
+    assert lines[-1] == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+
+
+def error_of(response: httpx.Response, status: int) -> dict:
+    assert response.status_code == status
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert "\n" not in error["message"]
+    assert error["type"] == ("invalid_request_error" if status < 500 else "server_error")
+    return error
+
+
+def test_a_completion_names_what_to_compare_it_by(client):
+    reply = client.post("/v1/completions", json={**PROMPT, "seed": 5, "return_token_ids": True}).json()
+    assert reply["choices"] == [{"index": 0, "text": "hello", "logprobs": None, "finish_reason": "length"}]
+    assert reply["usage"] == {
+        "prompt_tokens": 2,
+        "completion_tokens": 5,
+        "total_tokens": 7,
+        "prompt_tokens_details": {"cached_tokens": 2},
+    }
+    assert reply["isobit"] == {
+        "token_hash": token_hash(tuple(b"hello")),
+        "logits_hash": "0" * 64,
+        "seed": 5,
+        "prefill": "deep",
+        "segment_rows": 1,
+        "rows_computed": 2,
+        "rows_reused": 3,
+        "timings": {"queued": 0.1, "first_token": 0.2, "total": 0.3, "prompt_rate": 10.0, "reply_rate": 20.0},
+        "notice": None,
+        "tokens": list(b"hello"),
+    }
+
+
+def test_a_stream_carries_progress_text_and_the_end(client):
+    asked = {"messages": [{"role": "user", "content": "hi"}], "stream": True, "stream_options": {"include_usage": True}}
+    response = client.post("/v1/chat/completions", json=asked)
+    assert response.headers["content-type"].startswith("text/event-stream")
+    assert any(line.startswith(": prompt ") for line in response.text.split("\n"))
+    first, *middle, last, usage = sse(response)
+    assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert "".join(chunk["choices"][0]["delta"]["content"] for chunk in middle) == "hello"
+    assert last["choices"][0]["finish_reason"] == "length"
+    assert usage["choices"] == []
+    assert usage["usage"]["completion_tokens"] == 5
+    assert last["isobit"] == usage["isobit"]
+    assert len({chunk["id"] for chunk in (first, *middle, last, usage)}) == 1
+
+
+def test_a_stop_string_cuts_text_tokens_and_hash_whatever_the_engine_did_since():
+    with serving(FakeEngine(tuple(b"hello there, hello")), 100) as client:
+        for stream in (False, True):
+            asked = {**PROMPT, "stop": ["lo th", "zz"], "return_token_ids": True, "stream": stream}
+            response = client.post("/v1/completions", json=asked)
+            chunks = sse(response) if stream else [response.json()]
+            assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "hel"
+            assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
+            assert bytes(chunks[-1]["isobit"]["tokens"]) == b"hello th"
+            assert chunks[-1]["isobit"]["token_hash"] == token_hash(tuple(b"hello th"))
+
+
+def test_streamed_characters_are_whole():
+    with serving(FakeEngine(tuple("né €".encode())), 100) as client:
+        pieces = [c["choices"][0]["text"] for c in sse(client.post("/v1/completions", json={**PROMPT, "stream": True}))]
+        assert "".join(pieces) == "né €"
+        assert not any("\ufffd" in piece for piece in pieces)
+
+
+def test_logprobs_have_every_token_in_either_form():
+    script = (*"é".encode(), *b"ab", END)
+    with serving(FakeEngine(script), 100) as client:
+        asked = {"messages": [{"role": "user", "content": "x"}], "logprobs": True, "top_logprobs": 2}
+        whole = client.post("/v1/chat/completions", json=asked).json()["choices"][0]["logprobs"]["content"]
+        chunks = sse(client.post("/v1/chat/completions", json={**asked, "stream": True}))
+        logprobs = [chunk["choices"][0]["logprobs"] for chunk in chunks]
+        assert [entry for part in logprobs if part for entry in part["content"]] == whole
+        assert [entry["token"] for entry in whole] == ["bytes:\\xc3", "bytes:\\xa9", "a", "b", "token_id:256"]
+        assert whole[2]["top_logprobs"][1] == {"token": "A", "logprob": -1.5, "bytes": [65]}
+        plain = client.post("/v1/completions", json={**PROMPT, "logprobs": 2}).json()["choices"][0]["logprobs"]
+        assert plain["tokens"] == [entry["token"] for entry in whole]
+        assert plain["text_offset"] == [0, 0, 1, 2, 3]
+        assert plain["top_logprobs"][2] == {"a": -0.5, "A": -1.5}
+
+
+def test_ignore_eos_goes_past_the_end_token():
+    with serving(FakeEngine((104, END, 105)), 100) as client:
+        assert client.post("/v1/completions", json=PROMPT).json()["usage"]["completion_tokens"] == 2
+        longer = client.post("/v1/completions", json={**PROMPT, "ignore_eos": True}).json()
+        assert longer["usage"]["completion_tokens"] == 3
+
+
+def test_the_reply_limit_is_the_requests_then_the_servers():
+    engine = FakeEngine(tuple(b"x" * 40))
+    with serving(engine) as client:
+        client.post("/v1/completions", json=PROMPT)
+        client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "x"}]})
+        client.post("/v1/completions", json={**PROMPT, "max_tokens": 3})
+    with serving(second := FakeEngine(), max_tokens=9) as client:
+        client.post("/v1/completions", json=PROMPT)
+    assert [ticket.request.max_tokens for ticket in (*engine.tickets, *second.tickets)] == [16, None, 3, 9]
+
+
+def test_tools_reach_the_template_unless_they_are_not_to_be_used():
+    tool = {"type": "function", "function": {"name": "look_up"}}
+    asked = {"messages": [{"role": "user", "content": "x"}], "tools": [tool], "chat_template_kwargs": {"think": False}}
+    with serving(engine := FakeEngine()) as client:
+        for choice in ("auto", "none"):
+            assert client.post("/v1/chat/completions", json={**asked, "tool_choice": choice}).status_code == 200
+    prompts = [bytes(ticket.request.tokens).decode() for ticket in engine.tickets]
+    assert ["look_up" in prompt for prompt in prompts] == [True, False]
+    assert all("'think': False" in prompt for prompt in prompts)
+
+
+def test_the_template_keeps_its_own_variables(client):
+    asked = {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"messages": []}}
+    assert error_of(client.post("/v1/chat/completions", json=asked), 400)["param"] == "chat_template_kwargs.messages"
+
+
+def test_a_full_queue_asks_for_patience():
+    engine = FakeEngine()
+    with serving(engine) as client:
+        engine.full = True
+        response = client.post("/v1/completions", json=PROMPT)
+        error_of(response, 503)
+        assert int(response.headers["retry-after"]) > 0
+        engine.full = False
+        assert client.post("/v1/completions", json=PROMPT).status_code == 200
+
+
+def test_an_engine_error_ends_the_request_with_its_message():
+    with serving(FakeEngine("a logit at position 7 is not finite")) as client:
+        assert "position 7" in error_of(client.post("/v1/completions", json=PROMPT), 500)["message"]
+        (streamed,) = sse(client.post("/v1/completions", json={**PROMPT, "stream": True}))
+        assert "position 7" in streamed["error"]["message"]
+        assert 'isobit_requests_total{outcome="error"} 2.0' in client.get("/metrics").text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_stops_its_work(stream):
+    engine = FakeEngine(None)
+    with serving(engine) as client:
+        with socket.create_connection(("127.0.0.1", client.base_url.port)) as connection:
+            body = json.dumps({**PROMPT, "stream": stream}).encode()
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+            connection.sendall(head.encode() + body)
+            until(lambda: engine.tickets)
+            if stream:
+                assert connection.recv(100)
+            assert not engine.tickets[0].cancelled.is_set()
+        until(engine.tickets[0].cancelled.is_set)
+        until(lambda: 'outcome="cancelled"} 1.0' in client.get("/metrics").text)
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b"\xff\xfe{}", "not valid UTF-8 at byte 0"),
+        (b"{", "not valid JSON"),
+        (b"", "not valid JSON"),
+        (b"[1]", "must be a JSON object"),
+        (b'{"prompt": "a", "temperature": NaN}', "not valid JSON"),
+        (b'{"prompt": "\\ud800"}', "not valid JSON"),
+        (b'{"a":' * 100_000, "not valid JSON"),
+        (b'{"prompt": [' + b"9" * 5000 + b"]}", "not valid JSON"),
+        (b'{"prompt": [' + b"9" * 100 + b"]}", "field 'prompt'"),
+        (b'{"prompt": ""}', "prompt is empty"),
+        (b'{"prompt": []}', "prompt is empty"),
+    ],
+)
+def test_a_body_that_is_no_request_is_refused(client, body, said):
+    assert said in error_of(client.post("/v1/completions", content=body), 400)["message"]
+
+
+def chunks_of(count: int) -> Iterator[bytes]:
+    for _ in range(count):
+        yield b" " * 65536
+
+
+@pytest.mark.parametrize("body", [b" " * (BODY_LIMIT + 1), chunks_of(1600)], ids=["declared", "chunked"])
+def test_a_body_over_the_limit_is_refused_and_the_server_lives(client, body):
+    response = client.post("/v1/completions", content=body)
+    assert "1 MiB" in error_of(response, 413)["message"]
+    assert client.get("/health").json()["status"] == "ok"
+
+
+def test_a_body_of_exactly_the_limit_is_read(client):
+    body = json.dumps(PROMPT).encode()
+    assert client.post("/v1/completions", content=body.ljust(BODY_LIMIT)).status_code == 200
+
+
+def test_unknown_things_are_named(client):
+    assert "fake" in error_of(client.post("/v1/completions", json={**PROMPT, "model": "gpt"}), 404)["message"]
+    assert error_of(client.get("/v1/models/gpt"), 404)["code"] == "model_not_found"
+    assert "/v1/nothing" in error_of(client.get("/v1/nothing"), 404)["message"]
+    refused = client.get("/v1/completions")
+    assert "GET" in error_of(refused, 405)["message"]
+    assert refused.headers["allow"] == "POST"
+
+
+def test_models_and_health(client):
+    (model,) = client.get("/v1/models").json()["data"]
+    assert (model["id"], model["object"], model["max_model_len"]) == ("fake", "model", 4096)
+    assert client.get("/v1/models/fake").json() == model
+    assert client.get("/health").json()["model"] == "fake"
+
+
+def test_metrics_count_tokens_and_outcomes():
+    with serving(FakeEngine()) as client:
+        client.post("/v1/completions", json=PROMPT)
+        client.post("/v1/completions", json={"prompt": 5})
+        text = client.get("/metrics").text
+    for line in (
+        'isobit_requests_total{outcome="length"} 1.0',
+        'isobit_requests_total{outcome="refused"} 1.0',
+        "isobit_prompt_tokens_total 2.0",
+        "isobit_reply_tokens_total 5.0",
+        "isobit_queue_length 0.0",
+        'isobit_time_to_first_token_seconds_bucket{le="0.25"} 1.0',
+        "isobit_prompt_tokens_per_second_sum 10.0",
+    ):
+        assert line in text.split("\n")
