@@ -1,0 +1,37 @@
+"""Checkpoints that many tests read, each written once a run. Tests must not change them: copy first."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from isobit.checkpoint.synth import synthesize
+
+MakeCheckpoint = Callable[..., Path]
+
+
+@pytest.fixture(scope="session")
+def make_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> MakeCheckpoint:
+    """make_checkpoint(preset="test", **options of synthesize) -> folder, written at the first call with these."""
+    made: dict[str, Path] = {}
+
+    def make(preset: str = "test", **options: Any) -> Path:
+        key = repr((preset, sorted(options.items())))
+        if key not in made:
+            made[key] = synthesize(tmp_path_factory.mktemp(preset) / "checkpoint", preset, **options)
+        return made[key]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def test_checkpoint(make_checkpoint: MakeCheckpoint) -> Path:
+    """Tiny, of every part that the model has, plain and quantized linears side by side."""
+    return make_checkpoint("test")
+
+
+@pytest.fixture(scope="session")
+def demo_checkpoint(make_checkpoint: MakeCheckpoint) -> Path:
+    """What `isobit demo` runs."""
+    return make_checkpoint("demo")
