@@ -15,9 +15,12 @@ from huggingface_hub.errors import StrictDataclassError
 from torch.overrides import TorchFunctionMode
 from transformers.models.qwen4_exp.configuration_qwen4_exp import Qwen4ExpTextConfig
 from transformers.models.qwen4_exp.modeling_qwen4_exp import Qwen4ExpForCausalLM, Qwen4ExpTextRotaryEmbedding
+from transformers.utils import logging
 
 from isobit.errors import CheckpointError
 from isobit.fidelity.choices import ChoiceKind, Forced, LayerChoices, Place, Recording, Run, best
+
+logging.set_verbosity_error()  # it would advise installing GPU kernels
 
 GatherRows = Callable[[np.ndarray], np.ndarray]
 
