@@ -86,7 +86,7 @@ THREADS = Setting("threads", int, None, "CPU threads of the kernels.", 1, 1024, 
 SEGMENT_ROWS = Setting(
     "segment_rows", int, 1024, "Prompt rows that one forward of deep prefill runs at most.", 1, 65536
 )
-QUEUE = Setting("queue", int, 64, "Requests that may wait; one more is answered with 503.", 0, 100_000)
+QUEUE = Setting("queue", int, 64, "Requests that may wait; one more is answered with 503.", 1, 100_000)
 BODY_MIB = Setting("body_mib", int, 8, "Largest request body, in MiB; a larger one is answered with 413.", 1, 1024)
 GRACE = Setting("grace", float, 30.0, "Seconds that running replies get to finish after Ctrl-C or SIGTERM.", 0, 86_400)
 

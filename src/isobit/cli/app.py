@@ -10,7 +10,9 @@ from isobit.cli.bench import bench
 from isobit.cli.demo import demo
 from isobit.cli.fidelity import fidelity
 from isobit.cli.generate import generate
+from isobit.cli.inspect import inspect
 from isobit.cli.serve import serve
+from isobit.cli.synth import synth
 from isobit.errors import IsobitError
 
 FAILED = 2
@@ -39,6 +41,8 @@ def root(context: typer.Context, version: bool = typer.Option(False, "--version"
 app.command()(demo)
 app.command()(generate)
 app.command()(serve)
+app.command()(inspect)
+app.command()(synth)
 app.command()(fidelity)
 app.add_typer(bench)
 

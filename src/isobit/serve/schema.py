@@ -5,7 +5,6 @@ import secrets
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
-from pydantic_core import from_json
 
 from isobit import settings
 from isobit.engine.request import Sampling
@@ -70,6 +69,14 @@ def _content(value: Any) -> Any:
     if isinstance(value, list) and all(isinstance(part, dict) for part in value):
         return value
     raise ValueError('must be a string or a list of {"type": "text"} parts')
+
+
+def _arguments(value: Any) -> Any:
+    if value is None:
+        return "{}"
+    if isinstance(value, str | dict):
+        return value
+    raise ValueError("must be a JSON object or its text")
 
 
 def _prompt(value: Any) -> Any:
@@ -140,10 +147,10 @@ class Common(_Strict):
 
 
 class Function(_Strict):
-    """A call that the model made before. arguments: a JSON object, or its text."""
+    """A call that the model made before."""
 
     name: str
-    arguments: Any = None
+    arguments: Annotated[Any, BeforeValidator(_arguments)] = "{}"
 
 
 class ToolCall(_Strict):
@@ -170,29 +177,15 @@ class Message(_Strict):
     function_call: None = None
 
     def for_template(self) -> dict[str, Any]:
-        """The message as chat templates read it; raises ApiError when a tool call's arguments are not a JSON object."""
+        """The message as the tokenizer takes it."""
         message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role}
         message["content"] = "" if self.content is None else self.content
         for field in ("name", "tool_call_id", "reasoning_content"):
             if getattr(self, field) is not None:
                 message[field] = getattr(self, field)
         if self.tool_calls:
-            message["tool_calls"] = [_call_for_template(call) for call in self.tool_calls]
+            message["tool_calls"] = [call.model_dump(exclude={"index"}) for call in self.tool_calls]
         return message
-
-
-def _call_for_template(call: ToolCall) -> dict[str, Any]:
-    arguments = call.function.arguments
-    if isinstance(arguments, str):
-        try:
-            arguments = from_json(arguments) if arguments.strip() else {}
-        except ValueError:
-            arguments = None
-    elif arguments is None:
-        arguments = {}
-    if not isinstance(arguments, dict):
-        raise ApiError(400, f"the arguments of tool call {call.function.name!r} must be a JSON object", "messages")
-    return {"id": call.id, "type": call.type, "function": {"name": call.function.name, "arguments": arguments}}
 
 
 class ChatRequest(Common):
