@@ -4,11 +4,15 @@ Every function works lane by lane in IEEE basic operations, so the width of the 
 """
 
 from collections.abc import Callable
+from typing import Any
 
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic, models, register_model
+from numba.extending import intrinsic as _intrinsic
+from numba.extending import models, register_model
+
+intrinsic: Any = _intrinsic  # it drops the first parameter, which a type checker cannot see
 
 LANES = 8
 _FLOATS = ir.VectorType(ir.FloatType(), LANES)

@@ -158,19 +158,26 @@ def _advance(entry, leave, choice, values, target, here, following, scratch):
     choice: uint8, the old bits of the best state for each leaving u, where `_chosen` finds them.
     """
     kept = 1 << (STATE_BITS - here - following)
-    if here >= LONG_RUN:
-        _advance_long(entry, leave, choice, values, target, 1 << following, 1 << here, kept)
-    else:
+    # The literal counts let LLVM unroll loops that are too short to pay for themselves.
+    if here == 1 and following == 1:
+        _advance_short(entry, leave, choice, values, target, 2, 2, kept, scratch)
+    elif here == 1 and following == 2:
+        _advance_short(entry, leave, choice, values, target, 4, 2, kept, scratch)
+    elif here == 2 and following == 1:
+        _advance_short(entry, leave, choice, values, target, 2, 4, kept, scratch)
+    elif here == 2 and following == 2:
+        _advance_short(entry, leave, choice, values, target, 4, 4, kept, scratch)
+    elif here < LONG_RUN:
         _advance_short(entry, leave, choice, values, target, 1 << following, 1 << here, kept, scratch)
+    else:
+        _advance_long(entry, leave, choice, values, target, 1 << following, 1 << here, kept)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def _chosen(choice, u, here, following):
     """The best state at a position that hands on u."""
-    if here >= LONG_RUN:
-        place = u
-    else:
-        place = ((u & ((1 << here) - 1)) << (STATE_BITS - here - following)) + (u >> here)
+    transposed = ((u & ((1 << here) - 1)) << (STATE_BITS - here - following)) + (u >> here)
+    place = u if here >= LONG_RUN else transposed
     return (np.int64(choice[place]) << (STATE_BITS - following)) | u
 
 
