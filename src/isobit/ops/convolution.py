@@ -1,13 +1,13 @@
 """The causal depthwise convolution that the delta rule and the n-gram embedding share: a chain over taps, then silu."""
 
 import numpy as np
-from numba import njit, prange
+from numba import njit
 
 from isobit.ops.batch import Batch
 from isobit.ops.buffers import empty
 from isobit.ops.lanes import LANES
 from isobit.ops.scalar import ZERO, fma32, silu32
-from isobit.ops.work import part_start, run_split
+from isobit.ops.work import run_split
 
 
 def convolve(x: np.ndarray, weight: np.ndarray, dilation: int, state: np.ndarray, batch: Batch) -> np.ndarray:
@@ -19,7 +19,7 @@ def convolve(x: np.ndarray, weight: np.ndarray, dilation: int, state: np.ndarray
     out = empty(x.shape)
     blocks = -(-x.shape[1] // LANES)
     arguments = x, weight, dilation, state, batch.starts, batch.slots, out
-    run_split(convolve_columns, _convolve_parallel, x.size, blocks, *arguments)
+    run_split(convolve_columns, x.size, blocks, *arguments)
     return out
 
 
@@ -59,10 +59,3 @@ def keep_last_rows(x, state, slot, start, end, left, right):
         source = place + end - start
         for i in range(left, right):
             state[slot, place, i] = state[slot, source, i] if source < kept else x[start + source - kept, i]
-
-
-@njit(nogil=True, cache=True, error_model="numpy", parallel=True)
-def _convolve_parallel(x, weight, dilation, state, starts, slots, out, count, pieces):
-    for piece in prange(pieces):
-        first, last = part_start(piece, pieces, count), part_start(piece + 1, pieces, count)
-        convolve_columns(x, weight, dilation, state, starts, slots, out, first, last)

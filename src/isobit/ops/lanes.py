@@ -78,6 +78,17 @@ def lanes_fill(typingctx, x):
 
 
 @intrinsic
+def lanes_spread(typingctx, array, offset):
+    """The float32 at flat element `offset` of a C-contiguous array, in every lane; the bounds are the caller's."""
+    _require_float32_rows(array)
+
+    def codegen(context, builder, signature, args):
+        return _broadcast(builder, builder.load(_element_pointer(context, builder, signature, args)))
+
+    return lanes_type(array, types.intp), codegen
+
+
+@intrinsic
 def lanes_load(typingctx, array, offset):
     """32 consecutive float32 from flat element `offset` of a C-contiguous array; the bounds are the caller's."""
     _require_float32_rows(array)

@@ -1,27 +1,31 @@
 """How a kernel's work is divided among threads: by its size alone, and never so that a bit depends on it."""
 
-from numba import njit
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 
 from isobit.ops import threads
 
-SERIAL_WORK = 16384  # elements that one core finishes in about the time that waking the others takes
+SERIAL_WORK = 1 << 17  # element operations that one core finishes before others would have started
 
 
-def parts(elements: int) -> int:
-    """Into how many parts to cut a kernel that touches so many elements."""
-    return threads() if elements > SERIAL_WORK else 1
+def run_split(kernel: Callable[..., None], work: int, count: int, *arguments) -> None:
+    """Run `kernel(*arguments, first, last)` over all of `count` items, in one part a thread if the work is worth it.
 
-
-def run_split(kernel, parallel_kernel, elements: int, count: int, *arguments) -> None:
-    """Run `kernel(*arguments, 0, count)`, or its parallel form over parts of `count` where the work is worth it."""
-    pieces = parts(elements)
-    if pieces == 1:
+    work: about how many element operations it is. The kernel must release the GIL, and items must not share outputs.
+    """
+    pieces = min(threads(), count) if work > SERIAL_WORK else 1
+    if pieces <= 1:
         kernel(*arguments, 0, count)
-    else:
-        parallel_kernel(*arguments, count, pieces)
+        return
+    bounds = [piece * count // pieces for piece in range(pieces + 1)]
+    pool = _pool(pieces - 1)
+    others = [pool.submit(kernel, *arguments, bounds[i], bounds[i + 1]) for i in range(1, pieces)]
+    kernel(*arguments, bounds[0], bounds[1])
+    for other in others:
+        other.result()
 
 
-@njit(forceinline=True, nogil=True, error_model="numpy")
-def part_start(part, total_parts, count):
-    """Where part `part` of `count` items begins; part `total_parts` begins at the end."""
-    return part * count // total_parts
+@lru_cache
+def _pool(workers: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(workers, thread_name_prefix="isobit-kernel")

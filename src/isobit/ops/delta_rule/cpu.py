@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 import numpy as np
-from numba import njit, prange
+from numba import njit
 
 from isobit.errors import IsobitError
 from isobit.ops.batch import Batch
@@ -17,13 +17,14 @@ from isobit.ops.lanes import (
     lanes_load,
     lanes_load_first,
     lanes_multiply,
+    lanes_spread,
     lanes_store,
     lanes_store_first,
     lanes_subtract,
     lanes_zero,
 )
 from isobit.ops.scalar import exp32, rsqrt32, sigmoid32, silu32, softplus32
-from isobit.ops.work import part_start, run_split
+from isobit.ops.work import run_split
 
 __all__ = ["causal_conv", "delta_rule", "gated_norm", "prepare_delta"]
 
@@ -91,11 +92,11 @@ def delta_rule(
     k = np.empty_like(q)
     decay, beta = np.empty((rows, heads), np.float32), np.empty((rows, heads), np.float32)
     arguments = qkv, a, b, handle.rate, handle.dt_bias, q, k, decay, beta
-    run_split(gate_rows, _gate_parallel, 2 * q.size, rows, *arguments)
+    run_split(gate_rows, 2 * q.size, rows, *arguments)
     out = empty((rows, heads * handle.value_dim))
     blocks = heads * -(-handle.value_dim // LANES)
     recurrence = q, k, qkv, decay, beta, states, batch.starts, batch.slots, out
-    run_split(delta_blocks, _delta_parallel, out.size * handle.key_dim, blocks, *recurrence)
+    run_split(delta_blocks, out.size * handle.key_dim // 8, blocks, *recurrence)
     return out
 
 
@@ -103,7 +104,7 @@ def gated_norm(x: np.ndarray, z: np.ndarray, handle: Delta) -> np.ndarray:
     """RMS norm of each head, times weight, times the gate of z: [R, Hv*dv], [R, Hv*dv] -> [R, Hv*dv]."""
     out = empty(x.shape)
     arguments = x, z, handle.norm_weight, handle.eps, handle.gate_is_silu, out
-    run_split(gated_norm_rows, _gated_norm_parallel, x.size, len(x), *arguments)
+    run_split(gated_norm_rows, x.size, len(x), *arguments)
     return out
 
 
@@ -133,13 +134,6 @@ def gate_rows(qkv, a, b, rate, dt_bias, q, k, decay, beta, first, last):
                 k[row, head, i] = qkv[row, (heads + head) * width + i] * inverse
 
 
-@njit(nogil=True, cache=True, error_model="numpy", parallel=True)
-def _gate_parallel(qkv, a, b, rate, dt_bias, q, k, decay, beta, count, pieces):
-    for piece in prange(pieces):
-        first, last = part_start(piece, pieces, count), part_start(piece + 1, pieces, count)
-        gate_rows(qkv, a, b, rate, dt_bias, q, k, decay, beta, first, last)
-
-
 @njit(nogil=True, cache=True, error_model="numpy")
 def delta_blocks(q, k, qkv, decay, beta, states, starts, slots, out, first, last):
     """All rows, in blocks first to last - 1: block i is 32 value columns of one head, head after head."""
@@ -147,48 +141,80 @@ def delta_blocks(q, k, qkv, decay, beta, states, starts, slots, out, first, last
     key_heads, channels = q.shape[1], qkv.shape[1]
     values = 2 * key_heads * key_dim
     blocks = (value_dim + LANES - 1) // LANES
-    state = np.empty(key_dim * LANES, np.float32)
+    pool = states.ravel()
+    block_state = np.empty(key_dim * LANES, np.float32)
     for block in range(first, last):
         head, column = block // blocks, (block % blocks) * LANES
         width = min(LANES, value_dim - column)
         key_head = head * key_heads // value_heads
         for segment in range(slots.size):
-            pool = (slots[segment] * value_heads + head) * key_dim * value_dim + column
-            for i in range(key_dim):
-                lanes_store(state, i * LANES, lanes_load_first(states, pool + i * value_dim, width))
-            for row in range(starts[segment], starts[segment + 1]):
-                keys = (row * key_heads + key_head) * key_dim
-                value = lanes_load_first(qkv, row * channels + values + head * value_dim + column, width)
-                read = delta_row(state, q, k, keys, value, decay[row, head], beta[row, head], key_dim)
-                lanes_store_first(out, (row * value_heads + head) * value_dim + column, read, width)
-            for i in range(key_dim):
-                lanes_store_first(states, pool + i * value_dim, lanes_load(state, i * LANES), width)
+            start, end = starts[segment], starts[segment + 1]
+            place = (slots[segment] * value_heads + head) * key_dim * value_dim + column
+            if width < LANES:
+                copy_columns(pool, place, value_dim, block_state, 0, LANES, key_dim, width)
+            for row in range(start, end):
+                from_pool = row == start and width == LANES
+                to_pool = row == end - 1 and width == LANES
+                value_place = row * channels + values + head * value_dim + column
+                out_place = (row * value_heads + head) * value_dim + column
+                read = delta_row(
+                    pool if from_pool else block_state,
+                    place if from_pool else 0,
+                    value_dim if from_pool else LANES,
+                    pool if to_pool else block_state,
+                    place if to_pool else 0,
+                    value_dim if to_pool else LANES,
+                    q,
+                    k,
+                    (row * key_heads + key_head) * key_dim,
+                    key_dim,
+                    load_columns(qkv, value_place, width),
+                    decay[row, head],
+                    beta[row, head],
+                )
+                store_columns(out, out_place, read, width)
+            if width < LANES:
+                copy_columns(block_state, 0, LANES, pool, place, value_dim, key_dim, width)
 
 
 @njit(forceinline=True, nogil=True, error_model="numpy")
-def delta_row(state, q, k, keys, value, decay, beta, key_dim):
-    """One row of one block: moves the state [dk, 32] on and gives what the query reads from it."""
+def delta_row(
+    source, source_place, source_stride, target, target_place, target_stride, q, k, keys, key_dim, value, decay, beta
+):
+    """What the query reads after the block's state [dk, 32] went from source to target by one row."""
     decays = lanes_fill(decay)
     remembered = lanes_zero()
-    flat_k, flat_q = k.ravel(), q.ravel()
     for i in range(key_dim):
-        kept = lanes_multiply(lanes_load(state, i * LANES), decays)
-        remembered = lanes_fma(kept, lanes_fill(flat_k[keys + i]), remembered)
-        lanes_store(state, i * LANES, kept)
+        kept = lanes_multiply(lanes_load(source, source_place + i * source_stride), decays)
+        remembered = lanes_fma(kept, lanes_spread(k, keys + i), remembered)
     change = lanes_multiply(lanes_fill(beta), lanes_subtract(value, remembered))
     read = lanes_zero()
     for i in range(key_dim):
-        renewed = lanes_fma(lanes_fill(flat_k[keys + i]), change, lanes_load(state, i * LANES))
-        read = lanes_fma(renewed, lanes_fill(flat_q[keys + i]), read)
-        lanes_store(state, i * LANES, renewed)
+        kept = lanes_multiply(lanes_load(source, source_place + i * source_stride), decays)
+        renewed = lanes_fma(lanes_spread(k, keys + i), change, kept)
+        read = lanes_fma(renewed, lanes_spread(q, keys + i), read)
+        lanes_store(target, target_place + i * target_stride, renewed)
     return read
 
 
-@njit(nogil=True, cache=True, error_model="numpy", parallel=True)
-def _delta_parallel(q, k, qkv, decay, beta, states, starts, slots, out, count, pieces):
-    for piece in prange(pieces):
-        first, last = part_start(piece, pieces, count), part_start(piece + 1, pieces, count)
-        delta_blocks(q, k, qkv, decay, beta, states, starts, slots, out, first, last)
+@njit(forceinline=True, nogil=True, error_model="numpy")
+def load_columns(x, place, width):
+    return lanes_load(x, place) if width == LANES else lanes_load_first(x, place, width)
+
+
+@njit(forceinline=True, nogil=True, error_model="numpy")
+def store_columns(x, place, lanes, width):
+    if width == LANES:
+        lanes_store(x, place, lanes)
+    else:
+        lanes_store_first(x, place, lanes, width)
+
+
+@njit(nogil=True, error_model="numpy")
+def copy_columns(source, source_place, source_stride, target, target_place, target_stride, key_dim, width):
+    for i in range(key_dim):
+        for column in range(width):
+            target[target_place + i * target_stride + column] = source[source_place + i * source_stride + column]
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
@@ -203,10 +229,3 @@ def gated_norm_rows(x, z, weight, eps, gate_is_silu, out, first, last):
                 column = head * width + i
                 gate = silu32(z[row, column]) if gate_is_silu else sigmoid32(z[row, column])
                 out[row, column] = (weight[i] * (x[row, column] * inverse)) * gate
-
-
-@njit(nogil=True, cache=True, error_model="numpy", parallel=True)
-def _gated_norm_parallel(x, z, weight, eps, gate_is_silu, out, count, pieces):
-    for piece in prange(pieces):
-        first, last = part_start(piece, pieces, count), part_start(piece + 1, pieces, count)
-        gated_norm_rows(x, z, weight, eps, gate_is_silu, out, first, last)

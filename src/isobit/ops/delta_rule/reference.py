@@ -21,7 +21,13 @@ def causal_conv(x: np.ndarray, weight: np.ndarray, before: np.ndarray, dilation:
 
 
 def delta_rule(
-    qkv: np.ndarray, a: np.ndarray, b: np.ndarray, a_log: np.ndarray, dt_bias: np.ndarray, state: np.ndarray, key_heads: int
+    qkv: np.ndarray,
+    a: np.ndarray,
+    b: np.ndarray,
+    a_log: np.ndarray,
+    dt_bias: np.ndarray,
+    state: np.ndarray,
+    key_heads: int,
 ) -> tuple[np.ndarray, np.ndarray]:
     """qkv [n, C], a, b [n, Hv], state [Hv, dk, dv] -> output [n, Hv*dv] and the state after the last row."""
     qkv, a, b, state = (array.astype(np.float64) for array in (qkv, a, b, state))

@@ -4,13 +4,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numba import njit, prange
+from numba import njit
 
 from isobit.ops.buffers import empty
 from isobit.ops.linear.cpu import linear
 from isobit.ops.norm.cpu import group_norm
 from isobit.ops.scalar import fma32, sigmoid32, silu32
-from isobit.ops.work import part_start, run_split
+from isobit.ops.work import run_split
 
 __all__ = ["add_streams", "expand_streams", "gated_read", "gated_write", "prepare_gated_residual"]
 
@@ -47,17 +47,17 @@ def gated_read(streams: np.ndarray, site: GatedResidual) -> tuple[np.ndarray, np
     normed = group_norm(streams, site.norm_weight, count, site.eps)
     flat = normed.reshape(rows, count * hidden)
     low = linear(flat, site.down)
-    run_split(low_rows, _low_parallel, low.size, rows, low, np.float32(count))
+    run_split(low_rows, low.size, rows, low, np.float32(count))
     up = linear(low, site.up)
     mixed = empty((rows, hidden))
     injection = empty((rows, 0)) if site.inject is None else linear(flat, site.inject)
-    run_split(mix_rows, _mix_parallel, streams.size, rows, normed, up, mixed, injection)
+    run_split(mix_rows, streams.size, rows, normed, up, mixed, injection)
     return mixed, None if site.inject is None else injection
 
 
 def gated_write(streams: np.ndarray, injection: np.ndarray, y: np.ndarray) -> None:
     """streams_s += injection_s * y, in place: [R, S, H], [R, S], [R, H]."""
-    run_split(write_rows, _write_parallel, streams.size, len(y), streams, injection, y)
+    run_split(write_rows, streams.size, len(y), streams, injection, y)
 
 
 def add_streams(streams: np.ndarray, x: np.ndarray) -> None:
@@ -71,12 +71,6 @@ def low_rows(low, streams, first, last):
     for row in range(first, last):
         for i in range(low.shape[1]):
             low[row, i] = silu32(low[row, i] / streams)
-
-
-@njit(nogil=True, cache=True, error_model="numpy", parallel=True)
-def _low_parallel(low, streams, count, pieces):
-    for piece in prange(pieces):
-        low_rows(low, streams, part_start(piece, pieces, count), part_start(piece + 1, pieces, count))
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
@@ -96,13 +90,6 @@ def mix_rows(normed, up, mixed, injection, first, last):
             injection[row, stream] = TWO * sigmoid32(injection[row, stream] / divisor)
 
 
-@njit(nogil=True, cache=True, error_model="numpy", parallel=True)
-def _mix_parallel(normed, up, mixed, injection, count, pieces):
-    for piece in prange(pieces):
-        start, end = part_start(piece, pieces, count), part_start(piece + 1, pieces, count)
-        mix_rows(normed, up, mixed, injection, start, end)
-
-
 @njit(nogil=True, cache=True, error_model="numpy")
 def write_rows(streams, injection, y, first, last):
     """streams [R, S, H] += injection [R, S] * y [R, H], fused, rows first to last - 1."""
@@ -111,9 +98,3 @@ def write_rows(streams, injection, y, first, last):
             weight = injection[row, stream]
             for i in range(y.shape[1]):
                 streams[row, stream, i] = fma32(weight, y[row, i], streams[row, stream, i])
-
-
-@njit(nogil=True, cache=True, error_model="numpy", parallel=True)
-def _write_parallel(streams, injection, y, count, pieces):
-    for piece in prange(pieces):
-        write_rows(streams, injection, y, part_start(piece, pieces, count), part_start(piece + 1, pieces, count))

@@ -11,9 +11,14 @@ def sigmoid(x: np.ndarray) -> np.ndarray:
 
 
 def gated_read(
-    streams: np.ndarray, norm_weight: np.ndarray, down: np.ndarray, up: np.ndarray, inject: np.ndarray | None, eps: float
+    streams: np.ndarray,
+    norm_weight: np.ndarray,
+    down: np.ndarray,
+    up: np.ndarray,
+    inject: np.ndarray | None,
+    eps: float,
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """streams [R, S, H]; down [rank, S*H], up [S*H, rank], inject [S, S*H] -> input [R, H], injection [R, S] or None."""
+    """streams [R, S, H]; down [rank, S*H], up [S*H, rank], inject [S, S*H] -> input [R, H], injection [R, S]."""
     rows, count, hidden = streams.shape
     normed = norm_reference.norm(streams, norm_weight.reshape(count, hidden), eps)
     flat = normed.reshape(rows, count * hidden)

@@ -1,12 +1,12 @@
 """The RMS norm on the CPU."""
 
 import numpy as np
-from numba import njit, prange
+from numba import njit
 
 from isobit.ops.buffers import empty
 from isobit.ops.lanes import lane_dot_at
 from isobit.ops.scalar import ONE, rsqrt32
-from isobit.ops.work import part_start, run_split
+from isobit.ops.work import run_split
 
 __all__ = ["norm"]
 
@@ -22,7 +22,7 @@ def group_norm(x: np.ndarray, weight: np.ndarray, groups: int, eps: float) -> np
     width = len(weight) // groups
     rows = x.size // width
     arguments = x.reshape(rows, width), weight, np.float32(eps), out.reshape(rows, width)
-    run_split(norm_rows, _norm_parallel, x.size, rows, *arguments)
+    run_split(norm_rows, x.size, rows, *arguments)
     return out
 
 
@@ -37,9 +37,3 @@ def norm_rows(x, weight, eps, out, first, last):
         start = (row % groups) * width
         for i in range(width):
             out[row, i] = (x[row, i] * inverse) * (ONE + weight[start + i])
-
-
-@njit(nogil=True, cache=True, error_model="numpy", parallel=True)
-def _norm_parallel(x, weight, eps, out, count, pieces):
-    for piece in prange(pieces):
-        norm_rows(x, weight, eps, out, part_start(piece, pieces, count), part_start(piece + 1, pieces, count))
