@@ -57,7 +57,8 @@ def generate(
     text = _read_stdin() if prompt == "-" else prompt
     if system is not None and not chat:
         raise IsobitError("--system needs the chat template: leave out --raw")
-    engine = open_engine(folder, context=context, memory_gib=memory_gib, threads=threads)
+    largest = segment_rows or settings.SEGMENT_ROWS.default
+    engine = open_engine(folder, context, memory_gib, largest, threads)
     try:
         from isobit.engine.request import Request, Sampling
 

@@ -1,0 +1,142 @@
+"""The command line: what scripts and newcomers rely on."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from isobit.cli.app import run
+from isobit.errors import IsobitError
+
+
+def isobit(*arguments: str, **options) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-m", "isobit", *arguments], capture_output=True, text=True, **options)
+
+
+def test_help_is_quick_and_loads_nothing_heavy():
+    code = "import sys, isobit.cli.app as app; app.run(['--help']); print(*sorted(sys.modules), sep='\\n')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    loaded = set(done.stdout.split())
+    for command in ("demo", "generate", "serve", "inspect", "synth", "convert", "fidelity", "bench"):
+        assert command in done.stdout
+    assert not loaded & {"torch", "transformers", "numba", "numpy", "fastapi"}
+
+
+@pytest.mark.parametrize("command", ["demo", "generate", "serve", "inspect", "synth", "convert", "fidelity", "bench"])
+def test_every_command_explains_itself(command, capsys):
+    assert run([command, "--help"]) == 0
+    assert "Usage: isobit" in capsys.readouterr().out
+
+
+def test_no_command_shows_the_help(capsys):
+    assert run([]) == 0
+    assert "isobit demo" in capsys.readouterr().out
+
+
+def test_the_version(capsys):
+    assert run(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("isobit ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["frob"], "frob"),
+        (["--nope"], "--nope"),
+        (["generate"], "DIR"),
+        (["generate", "DIR", "hi", "--temperature", "hot"], "--temperature"),
+        (["generate", "DIR", "hi", "--temperature", "3"], "0 to 2"),
+        (["generate", "DIR", "hi", "--temperature", "nan"], "0 to 2"),
+        (["generate", "DIR", "hi", "--prefill", "fast"], "deep, batched, serial"),
+        (["generate", "DIR", "hi", "--max-tokens", "0"], "--max-tokens"),
+        (["generate", "DIR", "hi", "--raw", "--system", "x"], "--system"),
+        (["generate", "/no/such/folder", "hi"], "/no/such/folder"),
+        (["serve", "DIR", "--port", "99999"], "65,535"),
+        (["serve", "DIR", "--host", "no.such.host.invalid"], "no.such.host.invalid"),
+        (["bench", "prefill", "DIR", "--lengths", "a,b"], "--lengths"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_wrong_call_is_one_line(arguments, said, capsys):
+    assert run(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("isobit: ")
+    assert captured.err.count("\n") == 1
+    assert said in captured.err
+
+
+def test_an_error_of_several_lines_becomes_one(monkeypatch, capsys):
+    def fail(*_, **__):
+        raise IsobitError("first\nsecond")
+
+    monkeypatch.setattr("isobit.cli.generate.open_engine", fail)
+    assert run(["generate", "DIR", "hi"]) == 2
+    assert capsys.readouterr().err == "isobit: first second\n"
+
+
+def generate_json(capsys, folder, *options: str) -> dict:
+    arguments = ["generate", str(folder), "Bits are bits. " * 8, "--json", "--max-tokens", "12", "--ignore-eos"]
+    assert run([*arguments, *options]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_generate_gives_the_same_reply_however_the_prompt_is_computed(test_checkpoint, capsys):
+    ways = (["--prefill", "serial"], ["--prefill", "batched"], [], ["--segment-rows", "5"], ["--threads", "1"])
+    replies = [generate_json(capsys, test_checkpoint, "--seed", "4", *way) for way in ways]
+    assert len({(r["text"], tuple(r["tokens"]), r["token_hash"], r["logits_hash"]) for r in replies}) == 1
+    whole = replies[0]["prompt_tokens"]
+    assert [reply["segment_rows"] for reply in replies] == [1, 64, whole, 5, whole]
+    assert {"queued", "first_token", "total", "prompt_rate", "reply_rate"} == set(replies[0]["timings"])
+    assert generate_json(capsys, test_checkpoint, "--seed", "5")["token_hash"] != replies[0]["token_hash"]
+    raw = generate_json(capsys, test_checkpoint, "--seed", "4", "--raw")
+    assert raw["prompt_tokens"] == 8 * 15 < replies[0]["prompt_tokens"]
+
+
+def test_generate_streams_its_text_and_reads_standard_input(test_checkpoint):
+    options = (str(test_checkpoint), "-", "--seed", "4", "--max-tokens", "12", "--ignore-eos")
+    shown = isobit("generate", *options, input="né")
+    described = json.loads(isobit("generate", *options, "--json", input="né").stdout)
+    assert shown.stdout == described["text"] + "\n"
+    assert shown.stderr == ""
+
+
+def test_generate_without_a_seed_names_the_one_it_took(test_checkpoint, capsys):
+    first = generate_json(capsys, test_checkpoint)
+    assert generate_json(capsys, test_checkpoint, "--seed", str(first["seed"]))["tokens"] == first["tokens"]
+
+
+def test_a_reader_that_leaves_ends_generate_quietly(test_checkpoint):
+    command = f"{sys.executable} -m isobit generate {test_checkpoint} hi --max-tokens 400 --ignore-eos | head -c 1"
+    done = subprocess.run(["bash", "-c", command], capture_output=True)
+    assert len(done.stdout) == 1
+    assert done.stderr == b""
+
+
+def test_ctrl_c_ends_generate_with_130(test_checkpoint):
+    command = [sys.executable, "-m", "isobit", "generate", str(test_checkpoint), "hi", "--max-tokens", "1900"]
+    process = subprocess.Popen([*command, "--ignore-eos"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    os.read(process.stdout.fileno(), 1)
+    time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert errors == b""
+
+
+def test_bench_reports_ratios_of_one_run(test_checkpoint, capsys):
+    assert run(["bench", "prefill", str(test_checkpoint), "--lengths", "8,70", "--repeats", "2", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert [result["tokens"] for result in report["lengths"]] == [8, 70]
+    for result in report["lengths"]:
+        assert set(result["tokens_per_second"]) == {"serial", "batched", "deep"}
+        assert min(*result["tokens_per_second"].values(), result["deep_to_serial"], result["deep_to_batched"]) > 0
+
+
+def test_bench_refuses_lengths_beyond_the_window(test_checkpoint, capsys):
+    assert run(["bench", "prefill", str(test_checkpoint), "--lengths", "9000"]) == 2
+    assert "2048" in capsys.readouterr().err

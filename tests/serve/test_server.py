@@ -1,0 +1,262 @@
+"""The server as a process: real sockets, a real checkpoint, the official client."""
+
+import hashlib
+import json
+import signal
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from isobit.serve.child import running_server, stop
+
+CONTEXT = 600
+PROMPT = "The three ways to compute a prompt give the same bytes. " * 6
+MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why é?"}]
+
+
+@pytest.fixture(scope="module")
+def url(test_checkpoint: Path) -> Iterator[str]:
+    with running_server(test_checkpoint, ["--context", str(CONTEXT), "--name", "tiny", "--threads", "2"]) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def client(url: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def http(url: str) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=url, timeout=60, trust_env=False) as client:
+        yield client
+
+
+def complete(http: httpx.Client, **fields) -> dict:
+    body = {"prompt": PROMPT, "max_tokens": 24, "seed": 11, "ignore_eos": True, "return_token_ids": True, **fields}
+    response = http.post("/v1/completions", json=body)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def reply_of(answer: dict) -> tuple[str, str, str]:
+    return answer["choices"][0]["text"], answer["isobit"]["token_hash"], answer["isobit"]["logits_hash"]
+
+
+def test_the_official_client_chats(client):
+    asked = {"model": "tiny", "messages": MESSAGES, "seed": 3, "max_completion_tokens": 20}
+    whole = client.chat.completions.create(**asked)
+    assert whole.choices[0].message.role == "assistant"
+    assert whole.usage.completion_tokens <= 20
+    assert whole.usage.prompt_tokens_details.cached_tokens == 0
+    chunks = list(client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    streamed = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert streamed == whole.choices[0].message.content
+    assert chunks[-1].usage == whole.usage
+    assert chunks[-1].isobit["token_hash"] == chunks[-2].isobit["token_hash"] == whole.isobit["token_hash"]
+
+
+def test_the_official_client_lists_models_and_sees_errors_as_its_own(client):
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    assert client.models.retrieve("tiny").max_model_len == CONTEXT
+    with pytest.raises(openai.NotFoundError, match="serves 'tiny'"):
+        client.completions.create(model="other", prompt="a")
+    with pytest.raises(openai.BadRequestError, match="'n' is not supported"):
+        client.chat.completions.create(model="tiny", messages=MESSAGES, n=2)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [{"prefill": "batched"}, {"prefill": "deep"}, {"prefill": "deep", "segment_rows": 7}, {"segment_rows": 100}],
+    ids=str,
+)
+def test_the_reply_does_not_depend_on_how_the_prompt_is_computed(http, how):
+    serial = complete(http, prefill="serial")
+    assert (serial["isobit"]["prefill"], serial["isobit"]["segment_rows"]) == ("serial", 1)
+    other = complete(http, **how)
+    assert other["isobit"]["segment_rows"] == min(
+        how.get("segment_rows", 64 if "batched" in how.values() else 1024), 336
+    )
+    assert reply_of(other) == reply_of(serial)
+
+
+def test_the_token_hash_is_of_the_tokens_and_tells_replies_apart(http):
+    answer = complete(http)
+    tokens = answer["isobit"]["tokens"]
+    assert answer["isobit"]["token_hash"] == hashlib.sha256(struct.pack(f"<{len(tokens)}i", *tokens)).hexdigest()
+    assert answer["usage"]["completion_tokens"] == len(tokens) == 24
+    assert answer["isobit"]["rows_computed"] == len(PROMPT) + 23
+    other = complete(http, seed=12)["isobit"]
+    assert other["token_hash"] != answer["isobit"]["token_hash"]
+    assert other["logits_hash"] == answer["isobit"]["logits_hash"]
+    assert complete(http, prompt=PROMPT + "!")["isobit"]["logits_hash"] != answer["isobit"]["logits_hash"]
+
+
+def test_a_reply_without_a_seed_names_the_one_that_gives_it_again(http):
+    first, second = complete(http, seed=None), complete(http, seed=None)
+    assert first["isobit"]["seed"] != second["isobit"]["seed"]
+    assert reply_of(complete(http, seed=first["isobit"]["seed"])) == reply_of(first)
+
+
+def test_token_ids_are_a_prompt_too(http):
+    assert reply_of(complete(http, prompt=list(PROMPT.encode()))) == reply_of(complete(http))
+
+
+def test_greedy_replies_need_no_seed(http):
+    greedy = [complete(http, temperature=0, seed=seed) for seed in (1, 2)]
+    assert reply_of(greedy[0]) == reply_of(greedy[1])
+    assert reply_of(complete(http, top_k=1)) == reply_of(greedy[0])
+
+
+def test_logprobs_are_of_the_tokens_drawn(http):
+    answer = complete(http, temperature=0, logprobs=3)
+    logprobs = answer["choices"][0]["logprobs"]
+    assert len(logprobs["tokens"]) == 24
+    for name, logprob, best in zip(
+        logprobs["tokens"], logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True
+    ):
+        assert len(best) == 3
+        assert best[name] == logprob == max(best.values()) < 0
+    assert reply_of(answer) == reply_of(complete(http, temperature=0))
+
+
+def test_a_stop_string_ends_the_reply_streamed_or_not(http):
+    full = complete(http, max_tokens=60)
+    text = full["choices"][0]["text"]
+    stop_string = text[20:23]
+    cut = complete(http, max_tokens=60, stop=["never said", stop_string])
+    assert cut["choices"][0]["text"] == text[: text.index(stop_string)]
+    assert cut["choices"][0]["finish_reason"] == "stop"
+    tokens = cut["isobit"]["tokens"]
+    assert tokens == full["isobit"]["tokens"][: len(tokens)]
+    body = {"prompt": PROMPT, "max_tokens": 60, "seed": 11, "ignore_eos": True, "stop": stop_string, "stream": True}
+    lines = http.post("/v1/completions", json=body).text.split("\n")
+    chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == cut["choices"][0]["text"]
+    assert chunks[-1]["isobit"]["token_hash"] == cut["isobit"]["token_hash"]
+
+
+def test_the_context_limits_the_prompt_and_the_reply(http):
+    room = 10
+    answer = complete(http, prompt="x" * (CONTEXT - room), max_tokens=500)
+    assert answer["usage"]["completion_tokens"] == room
+    assert answer["choices"][0]["finish_reason"] == "length"
+    refused = http.post("/v1/completions", json={"prompt": "x" * (CONTEXT + 1)})
+    error = refused.json()["error"]
+    assert refused.status_code == 400
+    assert error["code"] == "context_length_exceeded"
+    assert str(CONTEXT) in error["message"]
+    assert str(CONTEXT + 1) in error["message"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [{"prompt": [5, -1]}, {"prompt": [10**6]}, {"prompt": ""}, {"prompt": "a", "temperature": 9}, {"prompt": "\ud800"}],
+    ids=str,
+)
+def test_bad_prompts_are_refused(http, body):
+    response = http.post("/v1/completions", content=json.dumps(body))
+    assert response.status_code == 400
+    assert "\n" not in response.json()["error"]["message"]
+
+
+def test_what_the_template_refuses_is_the_clients_fault(http):
+    parts = [{"type": "image_url", "image_url": {"url": "x"}}]
+    response = http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": parts}]})
+    assert response.status_code == 400
+    assert "image_url" in response.json()["error"]["message"]
+
+
+def test_requests_do_not_disturb_each_other(http):
+    alone = [reply_of(complete(http, seed=seed)) for seed in range(3)]
+    with ThreadPoolExecutor(8) as pool:
+        good = [pool.submit(complete, http, seed=seed) for seed in range(3)]
+        bad = [pool.submit(http.post, "/v1/completions", content=b"\xff") for _ in range(3)]
+        bad += [pool.submit(http.post, "/v1/completions", json={"prompt": "x" * 5000}) for _ in range(3)]
+    assert [reply_of(answer.result()) for answer in good] == alone
+    assert {answer.result().status_code for answer in bad} == {400}
+
+
+def test_a_client_that_leaves_stops_its_work_within_a_segment(http):
+    def health() -> dict:
+        return http.get("/health").json()
+
+    body = {"prompt": "x" * 500, "prefill": "serial", "stream": True, "max_tokens": 100, "ignore_eos": True}
+    with http.stream("POST", "/v1/completions", json=body) as response:
+        assert next(response.iter_lines()).startswith(": prompt ")
+        assert health()["running"] == 1
+    deadline = time.monotonic() + 5
+    while health()["running"]:
+        assert time.monotonic() < deadline, "the work goes on"
+        time.sleep(0.01)
+    computed = http.get("/metrics").text
+    assert 'isobit_requests_total{outcome="cancelled"}' in computed
+
+
+def start(folder: Path, *options: str) -> tuple[subprocess.Popen, str]:
+    command = [sys.executable, "-m", "isobit", "serve", str(folder), "--port", "0", *options]
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    return process, process.stdout.readline().split("at ")[1].split("/v1")[0]
+
+
+@pytest.mark.parametrize(("grace", "finishes"), [(60, True), (0, False)])
+def test_a_signal_lets_running_replies_finish_for_the_grace_time(test_checkpoint, grace, finishes):
+    process, url = start(test_checkpoint, "--grace", str(grace))
+    try:
+        body = {"prompt": "x", "max_tokens": 200 if finishes else 2000, "stream": True, "ignore_eos": True, "seed": 1}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60, trust_env=False) as response:
+            lines = response.iter_lines()
+            while not next(lines).startswith("data: "):
+                pass
+            process.send_signal(signal.SIGTERM)
+            events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+        if finishes:
+            assert events[-1]["choices"][0]["finish_reason"] == "length"
+        else:
+            assert events[-1]["error"]["code"] == "shutting_down"
+        assert process.wait(20) == 0
+        assert "Traceback" not in process.stderr.read()
+    finally:
+        stop(process)
+
+
+def test_the_server_ends_with_the_process_that_started_it(test_checkpoint):
+    process, _ = start(test_checkpoint, "--stop-with-stdin")
+    try:
+        process.stdin.close()
+        assert process.wait(20) == 0
+    finally:
+        stop(process)
+
+
+def one_line(*arguments: str) -> str:
+    done = subprocess.run([sys.executable, "-m", "isobit", "serve", *arguments], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.count("\n") == 1
+    return done.stderr
+
+
+def test_a_port_in_use_is_one_line(test_checkpoint, url):
+    port = url.rsplit(":", 1)[1]
+    assert f"port {port}" in one_line(str(test_checkpoint), "--port", port)
+
+
+def test_a_folder_that_is_no_checkpoint_is_one_line(tmp_path):
+    assert str(tmp_path) in one_line(str(tmp_path), "--port", "0")
+
+
+def test_a_child_that_does_not_start_says_why(tmp_path):
+    with pytest.raises(Exception, match=str(tmp_path)), running_server(tmp_path):
+        pass
