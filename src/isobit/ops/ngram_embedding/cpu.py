@@ -1,0 +1,163 @@
+"""The n-gram embedding on the CPU."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numba import njit
+
+from isobit.checkpoint.weights import NgramTable
+from isobit.ops.batch import Batch
+from isobit.ops.buffers import empty
+from isobit.ops.convolution import convolve
+from isobit.ops.lanes import lane_dot_at
+from isobit.ops.norm.cpu import group_norm
+from isobit.ops.rings import decode_ring
+from isobit.ops.scalar import ZERO, sigmoid32
+from isobit.ops.work import run_split
+
+__all__ = ["ngram_gather", "ngram_ids", "ple_inject", "prepare_ple"]
+
+LEAST_DOT = np.float32(1e-6)
+
+
+@dataclass(frozen=True)
+class Ple:
+    """One injection's constants: norm weights float32 [S*H], conv_weight float32 [taps, S*H]."""
+
+    norm_key: np.ndarray
+    norm_query: np.ndarray
+    norm_conv: np.ndarray
+    conv_weight: np.ndarray
+    streams: int
+    dilation: int
+    eps: float
+
+
+def prepare_ple(
+    norm_key: np.ndarray,
+    norm_query: np.ndarray,
+    norm_conv: np.ndarray,
+    conv_weight: np.ndarray,
+    streams: int,
+    dilation: int,
+    eps: float,
+) -> Ple:
+    """An injection from its norm weights [S*H] and conv_weight [S*H, taps], the oldest row's tap first."""
+    return Ple(
+        norm_key=np.array(norm_key, np.float32),
+        norm_query=np.array(norm_query, np.float32),
+        norm_conv=np.array(norm_conv, np.float32),
+        conv_weight=np.array(np.asarray(conv_weight, np.float32).T, order="C"),
+        streams=streams,
+        dilation=dilation,
+        eps=eps,
+    )
+
+
+def ngram_ids(tokens: np.ndarray, history: np.ndarray, table: NgramTable, end_token: int, batch: Batch) -> np.ndarray:
+    """The table rows of every token: int32 [R] -> int64 [R, heads]; the history [slots, order - 1] moves on."""
+    ids = empty((len(tokens), table.heads), np.int64)
+    multipliers, sizes, offsets = (np.array(x, np.int64) for x in (table.multipliers, table.sizes, table.offsets))
+    hash_rows(tokens, history, multipliers, sizes, offsets, end_token, batch.starts, batch.slots, ids)
+    return ids
+
+
+def ngram_gather(ids: np.ndarray, table: NgramTable) -> np.ndarray:
+    """The rows' values, head after head: int64 [R, heads] -> float32 [R, heads * width]."""
+    rows, heads = ids.shape
+    stored = gather_stored(table, ids.ravel())
+    out = empty((rows, heads * table.width))
+    if table.bits is None:
+        stored_values = stored.astype(np.uint32) << 16 if table.bfloat16 else stored.astype(np.float32)
+        out[...] = stored_values.view(np.float32).reshape(out.shape)
+    else:
+        values = out.reshape(-1)
+        run_split(decode_rows, 4 * out.size, rows * heads, stored.view(np.uint16), table.bits, table.width, values)
+    if table.head_bias is not None:
+        add_bias(out, table.head_bias.astype(np.float32).ravel())
+    return out
+
+
+def gather_stored(table: NgramTable, ids: np.ndarray) -> np.ndarray:
+    """Copies of the table's rows `ids` [n] as stored, [n, ...]; touches the pages of those rows only."""
+    if len(table.shards) == 1:
+        return np.asarray(table.shards[0])[ids]
+    stored = np.empty((len(ids), table.shards[0].shape[1]), table.shards[0].dtype)
+    shard_of_id = ids // table.shard_rows
+    for shard in np.unique(shard_of_id):
+        chosen = np.flatnonzero(shard_of_id == shard)
+        stored[chosen] = np.asarray(table.shards[shard])[ids[chosen] - shard * table.shard_rows]
+    return stored
+
+
+def ple_inject(
+    streams: np.ndarray, key: np.ndarray, value: np.ndarray, handle: Ple, conv_state: np.ndarray, batch: Batch
+) -> None:
+    """Add the injection to the streams in place: [R, S, H], [R, S*H], [R, H]; the pool [slots, rows, S*H] moves on."""
+    rows = len(value)
+    keys = group_norm(key, handle.norm_key, handle.streams, handle.eps)
+    queries = group_norm(streams, handle.norm_query, handle.streams, handle.eps)
+    gated = np.empty(streams.shape, np.float32)
+    run_split(gate_rows, streams.size, rows, keys, queries, value, gated)
+    normed = group_norm(gated, handle.norm_conv, handle.streams, handle.eps).reshape(key.shape)
+    local = convolve(normed, handle.conv_weight, handle.dilation, conv_state, batch)
+    run_split(add_rows, streams.size, rows, streams.reshape(key.shape), gated.reshape(key.shape), local)
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def hash_rows(tokens, history, multipliers, sizes, offsets, end_token, starts, slots, ids):
+    """ids [R, heads] of tokens [R] in order; history [slots, order - 1] moves on."""
+    order, heads = multipliers.size, sizes.size
+    heads_an_order = heads // (order - 1)
+    for segment in range(slots.size):
+        past = history[slots[segment]]
+        for row in range(starts[segment], starts[segment + 1]):
+            mixed = np.int64(tokens[row]) * multipliers[0]
+            ended = False
+            for i in range(1, order):
+                ended = ended or past[i - 1] == end_token
+                mixed ^= np.int64(end_token if ended else past[i - 1]) * multipliers[i]
+                for head in range((i - 1) * heads_an_order, i * heads_an_order):
+                    ids[row, head] = mixed % sizes[head] + offsets[head]
+            for i in range(order - 2, 0, -1):
+                past[i] = past[i - 1]
+            past[0] = tokens[row]
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def decode_rows(stored, bits, width, out, first, last):
+    """Rings first to last - 1 of uint16 [n, words] to float32 [n * width]."""
+    words = stored.ravel()
+    for row in range(first, last):
+        decode_ring(words, row * stored.shape[1], bits, width, out, row * width)
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def add_bias(out, bias):
+    for row in range(out.shape[0]):
+        for i in range(bias.size):
+            out[row, i] = out[row, i] + bias[i]
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def gate_rows(keys, queries, value, gated, first, last):
+    """gated [R, S, H] = sigmoid(gate of normed keys [R, S*H] and queries [R, S, H]) * value [R, H]."""
+    streams, hidden = gated.shape[1], gated.shape[2]
+    root = np.float32(np.sqrt(np.float64(hidden)))
+    for row in range(first, last):
+        for stream in range(streams):
+            start = (row * streams + stream) * hidden
+            dot = lane_dot_at(keys, start, queries, start, hidden) / root
+            size = np.sqrt(max(abs(dot), LEAST_DOT))
+            signed = size if dot > ZERO else (-size if dot < ZERO else ZERO)
+            weight = sigmoid32(signed)
+            for i in range(hidden):
+                gated[row, stream, i] = weight * value[row, i]
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def add_rows(streams, gated, local, first, last):
+    """streams += gated + local, all [R, S*H]."""
+    for row in range(first, last):
+        for i in range(streams.shape[1]):
+            streams[row, i] = streams[row, i] + (gated[row, i] + local[row, i])
