@@ -271,10 +271,12 @@ def _shards(store: TensorStore, name: str, suffix: str) -> list[TensorInfo]:
 
 def _check_shards(shards: list[TensorInfo], width: int, quantized: bool) -> int | None:
     first = shards[0]
+    _check_dtype(first, ("I16",) if quantized else FLOATS)
+    if len(first.shape) != 2:
+        raise _wrong_shape(first, "a matrix of rows")
     for shard in shards:
-        _check_dtype(shard, ("I16",) if quantized else FLOATS)
-        if len(shard.shape) != 2 or shard.shape[1] != first.shape[1] or shard.dtype != first.dtype:
-            raise _wrong_shape(shard, f"{first.dtype} [rows, {first.shape[-1]}] as {first.name}")
+        if shard.shape[1:] != first.shape[1:] or shard.dtype != first.dtype:
+            raise _wrong_shape(shard, f"{first.dtype} [rows, {first.shape[1]}] as {first.name}")
         too_many, too_few = shard.shape[0] > first.shape[0], shard.shape[0] < first.shape[0]
         if too_many or (too_few and shard is not shards[-1]):
             raise _wrong_shape(shard, f"{first.shape[0]} rows as {first.name} (only the last shard may be shorter)")
