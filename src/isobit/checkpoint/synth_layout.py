@@ -120,7 +120,7 @@ class Layout:
             return
         groups, words = -(-hidden // GROUP), 1 + GROUP // 16 * width
         yield f"{group.name}.trellis", Tensor("I16", (rows, groups * words), rings(words), words)
-        yield f"{group.name}.signs", Tensor("F16", (groups, GROUP), signed_between(1.0, 1.0))
+        yield f"{group.name}.signs", Tensor("F16", (groups, GROUP), signed_between(1.0, 1.0), groups * GROUP)
 
     def _vector(self, group: TensorGroup) -> Iterator[tuple[str, Tensor]]:
         dtype, fill = VECTORS.get(".".join(group.name.split(".")[-2:]), OTHER_VECTORS)
@@ -147,11 +147,11 @@ class Layout:
         if packed == "su":
             yield f"{name}.su", Tensor("I16", (k // TILE,), bits)
         else:
-            yield f"{name}.suh", Tensor("F16", (k,), around_scale if packed == "sv" else around_one)
+            yield f"{name}.suh", Tensor("F16", (k,), around_scale if packed == "sv" else around_one, k)
         if packed == "sv":
             yield f"{name}.sv", Tensor("I16", (n // TILE,), bits)
         else:
-            yield f"{name}.svh", Tensor("F16", (n,), around_scale)
+            yield f"{name}.svh", Tensor("F16", (n,), around_scale, n)
         if codebook != "3inst":
             marker = np.array([MULTIPLIERS[codebook]], np.uint32).view(np.int32).tolist()
             yield f"{name}.{codebook}", Tensor("I32", (), given(marker, np.int32))

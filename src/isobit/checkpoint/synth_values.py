@@ -47,7 +47,7 @@ class Values:
         return steps * np.float32((high - low) / (1 << 24)) + np.float32(low)
 
     def signed_between(self, count: int, low: float, high: float) -> np.ndarray:
-        """float32, uniform in [low, high], each with a random sign."""
+        """float32, uniform in [low, high], each with a random sign; signs are drawn first, so pieces differ."""
         signs = (self.words(count, np.uint8) & 1).astype(np.float32) * np.float32(2) - np.float32(1)
         return self.between(count, low, high) * signs
 
@@ -75,7 +75,8 @@ class Tensor:
     def pieces(self, seed: int, name: str) -> Iterator[np.ndarray]:
         """The tensor's values in order, as stored, a few megabytes at a time."""
         values = Values(seed, name)
-        step = -(-PIECE_VALUES // self.unit) * self.unit
+        whole_words = 8 * self.unit  # a piece that ends inside a raw integer would drop the rest of it
+        step = -(-PIECE_VALUES // whole_words) * whole_words
         for start in range(0, self.count, step):
             yield _stored(self.fill(values, min(step, self.count - start)), self.dtype)
 
