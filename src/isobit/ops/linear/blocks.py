@@ -1,0 +1,225 @@
+"""The pieces of a linear layer as vector code: rotations, float64 totals, and rows times a decoded panel."""
+
+from llvmlite import ir
+from numba import cfunc, types
+
+from isobit.ops.linear.vectors import (
+    FLOAT,
+    HALF,
+    INDEX,
+    INT,
+    broadcast,
+    fma,
+    has_feature,
+    load,
+    shuffle,
+    splat,
+    store,
+    vector,
+)
+from isobit.ops.scalar import intrinsic
+
+BLOCK = 128  # width of a rotation, and inputs in one panel
+PANEL_COLUMNS = 32  # outputs in one pair of panels
+ROW_BYTES = 4 * BLOCK
+PANEL_BYTES = 64 * BLOCK
+INVERSE_ROOT = float.fromhex("0x1.6a09e6p-4")  # float32(1 / sqrt(128))
+
+_WIDE = has_feature("avx512f")
+_PRODUCT_LANES = 16 if _WIDE else 8
+GROUP_ROWS = 12 if _WIDE else 6  # the most rows whose chains fit the registers
+_STEPS = 4
+_LANES = 8
+_DOUBLE = ir.DoubleType()
+_void = types.void
+_address = types.int64
+
+
+def _butterfly(builder, values):
+    """The Hadamard butterfly over 16 vectors of 8: strides 1, 2, 4 inside vectors, then 8 to 64 between them."""
+    for stride in (1, 2, 4):
+        swapped_lanes = [lane ^ stride for lane in range(_LANES)]
+        signs = ir.Constant(vector(INT, _LANES), [0x80000000 if lane & stride else 0 for lane in range(_LANES)])
+        for i, value in enumerate(values):
+            partner = shuffle(builder, value, ir.Constant(value.type, ir.Undefined), swapped_lanes)
+            signed = builder.bitcast(builder.xor(builder.bitcast(value, signs.type), signs), value.type)
+            values[i] = builder.fadd(partner, signed)
+    for stride in (1, 2, 4, 8):
+        for i in range(len(values)):
+            if not i & stride:
+                a, b = values[i], values[i + stride]
+                values[i], values[i + stride] = builder.fadd(a, b), builder.fsub(a, b)
+    factor = splat(FLOAT, INVERSE_ROOT, _LANES)
+    return [builder.fmul(value, factor) for value in values]
+
+
+def _halves(builder, source, i):
+    return builder.fpext(load(builder, source, vector(HALF, _LANES), 16 * i, align=2), vector(FLOAT, _LANES))
+
+
+def _saturated_half(builder, x):
+    for bound, beyond in ((65504.0, ">"), (-65504.0, "<")):
+        limit = splat(FLOAT, bound, _LANES)
+        x = builder.select(builder.fcmp_ordered(beyond, x, limit), limit, x)
+    return builder.fpext(builder.fptrunc(x, vector(HALF, _LANES)), vector(FLOAT, _LANES))
+
+
+@intrinsic
+def _rotate_input(typingctx, x, scale, out):
+    def codegen(context, builder, signature, args):
+        x, scale, out = args
+        values = [
+            builder.fmul(load(builder, x, vector(FLOAT, _LANES), 32 * i), _halves(builder, scale, i))
+            for i in range(BLOCK // _LANES)
+        ]
+        for i, value in enumerate(_butterfly(builder, values)):
+            store(builder, _saturated_half(builder, value), out, 32 * i)
+        return context.get_dummy_value()
+
+    return _void(*[_address] * 3), codegen
+
+
+@intrinsic
+def _rotate_output(typingctx, sums, scale, out):
+    def codegen(context, builder, signature, args):
+        sums, scale, out = args
+        values = [load(builder, sums, vector(FLOAT, _LANES), 32 * i) for i in range(BLOCK // _LANES)]
+        for i, value in enumerate(_butterfly(builder, values)):
+            store(builder, builder.fmul(value, _halves(builder, scale, i)), out, 32 * i)
+        return context.get_dummy_value()
+
+    return _void(*[_address] * 3), codegen
+
+
+def _product_columns(rows: int) -> int:
+    """How many outputs to carry at once so that enough chains are in flight without spilling registers."""
+    return PANEL_COLUMNS if _WIDE or rows <= 3 else PANEL_COLUMNS // 2
+
+
+def _emit_product(builder, rows: int, columns: int, first: int, x, panels, steps, sums, fresh):
+    """Chains of `rows` x `columns` outputs from column `first`, over steps * _STEPS inputs."""
+    lanes = _PRODUCT_LANES
+    kind = vector(FLOAT, lanes)
+    places = [(row, column) for row in range(rows) for column in range(first, first + columns, lanes)]
+    zero = splat(FLOAT, 0.0, lanes)
+    starts = [
+        builder.select(fresh, zero, load(builder, sums, kind, row * ROW_BYTES + 4 * column)) for row, column in places
+    ]
+    before = builder.block
+    loop, done = builder.append_basic_block("inputs"), builder.append_basic_block("sums")
+    builder.branch(loop)
+    builder.position_at_end(loop)
+    step = builder.phi(INDEX)
+    chains = [builder.phi(kind) for _ in places]
+    carried = list(chains)
+    x_step = builder.add(x, builder.mul(step, INDEX(4 * _STEPS)))
+    panel_step = builder.add(panels, builder.mul(step, INDEX(64 * _STEPS)))
+    second_step = builder.add(panel_step, INDEX(PANEL_BYTES))
+    for k in range(_STEPS):
+        weights = {}
+        for column in range(first, first + columns, lanes):
+            panel = panel_step if column < 16 else second_step
+            weights[column] = load(builder, panel, kind, 64 * k + 4 * (column % 16))
+        for row in range(rows):
+            value = broadcast(builder, load(builder, x_step, FLOAT, row * ROW_BYTES + 4 * k), lanes)
+            for i, (place_row, column) in enumerate(places):
+                if place_row == row:
+                    carried[i] = fma(builder, value, weights[column], carried[i])
+    following = builder.add(step, INDEX(1))
+    step.add_incoming(INDEX(0), before)
+    step.add_incoming(following, builder.block)
+    for chain, start, end in zip(chains, starts, carried, strict=True):
+        chain.add_incoming(start, before)
+        chain.add_incoming(end, builder.block)
+    builder.cbranch(builder.icmp_signed("<", following, steps), loop, done)
+    builder.position_at_end(done)
+    for (row, column), end in zip(places, carried, strict=True):
+        store(builder, end, sums, row * ROW_BYTES + 4 * column)
+
+
+@intrinsic
+def _multiply_panels(typingctx, rows, x, panels, inputs, sums, fresh):
+    def codegen(context, builder, signature, args):
+        rows, x, panels, inputs, sums, fresh = args
+        steps = builder.sdiv(inputs, INDEX(_STEPS))
+        is_fresh = builder.icmp_signed("!=", fresh, INDEX(0))
+        after = builder.append_basic_block("after")
+        switch = builder.switch(rows, after)
+        for count in range(1, GROUP_ROWS + 1):
+            block = builder.append_basic_block(f"rows{count}")
+            switch.add_case(INDEX(count), block)
+            builder.position_at_end(block)
+            columns = _product_columns(count)
+            for first in range(0, PANEL_COLUMNS, columns):
+                _emit_product(builder, count, columns, first, x, panels, steps, sums, is_fresh)
+            builder.branch(after)
+        builder.position_at_end(after)
+        return context.get_dummy_value()
+
+    return _void(*[_address] * 6), codegen
+
+
+@intrinsic
+def _add_to_totals(typingctx, sums, totals, first):
+    def codegen(context, builder, signature, args):
+        sums, totals, first = args
+        is_first = builder.icmp_signed("!=", first, INDEX(0))
+        kind = vector(_DOUBLE, _LANES)
+        for i in range(BLOCK // _LANES):
+            term = builder.fpext(load(builder, sums, vector(FLOAT, _LANES), 32 * i), kind)
+            added = builder.fadd(load(builder, totals, kind, 64 * i, align=8), term)
+            store(builder, builder.select(is_first, term, added), totals, 64 * i, align=8)
+        return context.get_dummy_value()
+
+    return _void(*[_address] * 3), codegen
+
+
+@intrinsic
+def _round_totals(typingctx, totals, sums):
+    def codegen(context, builder, signature, args):
+        totals, sums = args
+        for i in range(BLOCK // _LANES):
+            total = load(builder, totals, vector(_DOUBLE, _LANES), 64 * i, align=8)
+            store(builder, builder.fptrunc(total, vector(FLOAT, _LANES)), sums, 32 * i)
+        return context.get_dummy_value()
+
+    return _void(*[_address] * 2), codegen
+
+
+@cfunc(_void(*[_address] * 3), cache=True)
+def rotate_input(x, scale, out):
+    """128 float32 times 128 halves, rotated and rounded to half, to 128 float32."""
+    _rotate_input(x, scale, out)
+
+
+@cfunc(_void(*[_address] * 3), cache=True)
+def rotate_output(sums, scale, out):
+    """128 float32 rotated, then times 128 halves, to 128 float32."""
+    _rotate_output(sums, scale, out)
+
+
+@cfunc(_void(*[_address] * 6), cache=True)
+def multiply_panels(rows, x, panels, inputs, sums, fresh):
+    """Carry rows x 32 chains over `inputs` inputs (a multiple of 16, at most 128), a group of rows at a time.
+
+    x and sums: rows of float32, 512 bytes apart. panels: two [inputs, 16] panels, PANEL_BYTES apart.
+    fresh: 1 to begin the chains at +0, 0 to go on from `sums`.
+    """
+    groups = (rows + GROUP_ROWS - 1) // GROUP_ROWS
+    for group in range(groups):
+        first, last = group * rows // groups, (group + 1) * rows // groups
+        place = first * ROW_BYTES
+        _multiply_panels(last - first, x + place, panels, inputs, sums + place, fresh)
+
+
+@cfunc(_void(*[_address] * 4), cache=True)
+def close_shard(blocks, sums, totals, step):
+    """Add finished chains, blocks of 128, to float64 totals. step: 0 the first shard, 1 one between, 2 the last.
+
+    After the last shard `sums` holds the rounded totals.
+    """
+    for block in range(blocks):
+        at, total = sums + block * ROW_BYTES, totals + 2 * block * ROW_BYTES
+        _add_to_totals(at, total, 1 if step == 0 else 0)
+        if step == 2:
+            _round_totals(total, at)

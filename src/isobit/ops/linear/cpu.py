@@ -1,0 +1,266 @@
+"""The linear layer on the CPU: preparing weights, and one call for any number of rows."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numba import cfunc, types
+
+from isobit.checkpoint.weights import Exl3Linear, Linear, PlainLinear
+from isobit.errors import CheckpointError
+from isobit.ops import buffers, threads
+from isobit.ops.linear import product
+from isobit.ops.linear.blocks import BLOCK, ROW_BYTES
+from isobit.ops.linear.memory import field, place_of, zero_floats
+from isobit.ops.linear.parallel import run_parts
+from isobit.ops.linear.product import (
+    COLUMN_UNIT,
+    INPUTS,
+    OUTPUTS,
+    TILE,
+    TILE_COLUMNS,
+    chains_of_row,
+    chains_of_rows,
+    finish_row,
+    inlined,
+    input_blocks,
+    prepare_row,
+)
+from isobit.ops.linear.tiles import BFLOAT16, FLOAT16, FLOAT32, TileFormat, tile_format, trellis_format
+
+__all__ = ["linear", "prepare_linear"]
+
+BY_ROW_COUNT, ROW_BY_ROW, IN_PANELS = 0, 1, 2  # how to compute; the first is what the model uses
+MOST_ROWS = 1024  # that one thread prepares at a time
+MOST_PREPARED_BYTES = 32 << 20
+SMALL_WORK = 1 << 16  # multiply-adds that are done before a second thread has begun
+
+# Fields of a call's plan.
+HOW = 0
+ROW_CUTS = 1
+PASS_ROWS = 2
+PART_FLOATS = 3
+
+_ONE_ROW = np.array([ROW_BY_ROW, 1, 1, 0], np.int64)
+
+
+@dataclass(frozen=True)
+class LinearHandle:
+    """A linear layer ready to compute. `record` is for the kernels; `arrays` keeps what it points to alive."""
+
+    in_features: int
+    out_features: int
+    nbytes: int
+    record: np.ndarray
+    row_plan: np.ndarray
+    arrays: tuple[np.ndarray, ...]
+
+    @property
+    def stored_inputs(self) -> int:
+        return int(self.record[product.TILE_ROWS]) * TILE
+
+    @property
+    def stored_outputs(self) -> int:
+        return int(self.record[TILE_COLUMNS]) * TILE
+
+
+def prepare_linear(weights: Linear) -> LinearHandle:
+    """A layer's handle. EXL3 tiles are used where they lie, also in a mapped file; plain weights are copied to tiles.
+
+    Raises CheckpointError when the tensors of the layer do not fit each other.
+    """
+    if isinstance(weights, Exl3Linear):
+        return _prepare_trellis(weights)
+    return _prepare_plain(weights)
+
+
+def linear(x: np.ndarray, handle: LinearHandle, how: int = BY_ROW_COUNT) -> np.ndarray:
+    """x float32 [R, in_features] -> float32 [R, out_features]. `how` is for the contract and changes no byte."""
+    rows, width = x.shape
+    if width != handle.in_features:
+        raise ValueError(f"linear: x has {width} columns, expected {handle.in_features}")
+    y = buffers.empty((rows, handle.out_features))
+    parts = threads()
+    if rows == 1 and how == BY_ROW_COUNT:
+        plan = handle.row_plan
+        if width * handle.out_features < SMALL_WORK:
+            parts = 1
+    else:
+        plan = _plan(rows, handle, parts, how)
+    run_parts(_LINEAR, x, y, handle.record, plan, int(plan[PART_FLOATS]), 1, parts)
+    return y
+
+
+def _plan(rows: int, handle: LinearHandle, parts: int, how: int) -> np.ndarray:
+    if how == BY_ROW_COUNT:
+        how = ROW_BY_ROW if rows == 1 else IN_PANELS
+    plan = handle.row_plan.copy()
+    plan[HOW], plan[ROW_CUTS] = how, _row_cuts(rows, handle, parts)
+    if how == IN_PANELS:
+        blocks = -(-handle.stored_inputs // BLOCK)
+        most_rows = min(MOST_ROWS, max(16, MOST_PREPARED_BYTES // (blocks * ROW_BYTES)))
+        pass_rows = min(-(-rows // int(plan[ROW_CUTS])), most_rows)
+        sums = 3 if handle.stored_inputs >= product.LONG_INPUTS else 1
+        plan[PASS_ROWS] = pass_rows
+        plan[PART_FLOATS] = pass_rows * (blocks + sums) * BLOCK + product.PAIR_FLOATS + BLOCK
+    return plan
+
+
+def _row_cuts(rows: int, handle: LinearHandle, parts: int) -> int:
+    """Into how many parts to cut the rows, the columns being cut into parts // that; divides `parts`.
+
+    Decoding a tile costs about as much as multiplying 8 rows with it, preparing a row as much as 16 outputs.
+    """
+    unit = int(handle.record[COLUMN_UNIT])
+    units = -(-handle.stored_outputs // unit)
+
+    def cost(cuts: int) -> int:
+        columns = -(-units // (parts // cuts)) * unit
+        return (-(-rows // cuts) + 8) * (columns + 16)
+
+    return min((cuts for cuts in range(1, parts + 1) if parts % cuts == 0), key=cost)
+
+
+def _prepare_trellis(weights: Exl3Linear) -> LinearHandle:
+    k, n = weights.k, weights.n
+    _check(weights, "trellis", weights.trellis, np.int16, (k // TILE, n // TILE, int(16 * weights.bits)))
+    _check(weights, "suh", weights.suh, np.float16, (k,))
+    _check(weights, "svh", weights.svh, np.float16, (n,))
+    if k % BLOCK or n % BLOCK:
+        raise CheckpointError(f"{weights.name}: stored sizes {k} x {n}, expected multiples of {BLOCK}")
+    if not (0 < weights.in_features <= k and 0 < weights.out_features <= n):
+        raise CheckpointError(
+            f"{weights.name}: sizes {weights.in_features} x {weights.out_features} do not fit the stored {k} x {n}"
+        )
+    stored = tile_format(trellis_format(weights.codebook, weights.bits))
+    arrays = [np.ascontiguousarray(array) for array in (weights.trellis, weights.suh, weights.svh)]
+    return _handle(weights, stored, (k // TILE, n // TILE), arrays, BLOCK)
+
+
+def _prepare_plain(weights: PlainLinear) -> LinearHandle:
+    if weights.weight.ndim != 2 or weights.weight.dtype != np.float32:
+        raise CheckpointError(
+            f"{weights.name}: weight is {weights.weight.dtype} {weights.weight.shape}, expected float32 [N, K]"
+        )
+    stored, values = _smallest_plain(weights.weight)
+    n, k = values.shape
+    tile_rows, tile_columns = -(-k // TILE), -(-n // TILE)
+    padded = np.zeros((tile_columns * TILE, tile_rows * TILE), values.dtype)
+    padded[:n, :k] = values
+    tiles = padded.reshape(tile_columns, TILE, tile_rows, TILE).transpose(2, 0, 3, 1)
+    arrays = [np.ascontiguousarray(tiles)]
+    return _handle(weights, tile_format(stored), (tile_rows, tile_columns), arrays, product.PAIR_COLUMNS)
+
+
+def _smallest_plain(weight: np.ndarray) -> tuple[int, np.ndarray]:
+    """The narrowest format that holds every weight exactly, and the weights in it."""
+    with np.errstate(over="ignore"):
+        halves = weight.astype(np.float16)
+    bits = np.ascontiguousarray(weight).view(np.uint32)
+    if np.array_equal(halves.astype(np.float32).view(np.uint32), bits):
+        return FLOAT16, halves.view(np.uint16)
+    if not np.any(bits & 0xFFFF):
+        return BFLOAT16, (bits >> 16).astype(np.uint16)
+    return FLOAT32, weight
+
+
+def _handle(
+    weights: Linear, stored: TileFormat, shape: tuple[int, int], arrays: list[np.ndarray], unit: int
+) -> LinearHandle:
+    record = np.zeros(product.FIELDS, np.int64)
+    product.common_fields(record)
+    record[INPUTS], record[OUTPUTS], record[COLUMN_UNIT] = weights.in_features, weights.out_features, unit
+    record[product.TILE_ROWS], record[TILE_COLUMNS] = shape
+    record[product.TILES], record[product.TILE_BYTES] = arrays[0].ctypes.data, stored.tile_bytes
+    record[product.DECODE], record[product.MULTIPLY_ROW] = stored.decode, stored.multiply_row
+    if len(arrays) > 1:
+        record[product.INPUT_SCALES], record[product.OUTPUT_SCALES] = (array.ctypes.data for array in arrays[1:3])
+    if weights.bias is not None:
+        arrays = [*arrays, _padded_bias(weights, shape[1] * TILE)]
+        record[product.BIAS] = arrays[-1].ctypes.data
+    nbytes = sum(array.nbytes for array in arrays)
+    row_plan = _ONE_ROW.copy()
+    blocks, outputs = -(-shape[0] * TILE // BLOCK), -(-shape[1] * TILE // BLOCK)
+    row_plan[PART_FLOATS] = (blocks + 3 * outputs + 1) * BLOCK
+    return LinearHandle(weights.in_features, weights.out_features, nbytes, record, row_plan, tuple(arrays))
+
+
+def _padded_bias(weights: Linear, columns: int) -> np.ndarray:
+    bias: Any = weights.bias
+    if bias.ndim != 1 or not weights.out_features <= bias.size <= columns:
+        raise CheckpointError(f"{weights.name}: bias has shape {bias.shape}, expected [{weights.out_features}]")
+    padded = np.zeros(columns, np.float32)
+    padded[: bias.size] = bias
+    return padded
+
+
+def _check(weights: Exl3Linear, what: str, array: np.ndarray, dtype: type, shape: tuple[int, ...]) -> None:
+    if array.dtype != dtype or array.shape != shape:
+        raise CheckpointError(
+            f"{weights.name}: {what} is {array.dtype} {list(array.shape)}, expected {np.dtype(dtype)} {list(shape)}"
+        )
+
+
+@inlined
+def _row_by_row(x, first_row, last_row, layer, first_column, last_column, y, scratch):
+    """Stored columns [first_column, last_column) of rows [first_row, last_row) of y, one row after another."""
+    inputs, outputs = field(layer, INPUTS), field(layer, OUTPUTS)
+    columns = last_column - first_column
+    padded = (columns + BLOCK - 1) // BLOCK * BLOCK
+    spare = scratch + input_blocks(layer) * ROW_BYTES
+    sums = spare + ROW_BYTES
+    totals = sums + 4 * padded
+    for row in range(first_row, last_row):
+        prepare_row(x + 4 * row * inputs, layer, scratch, ROW_BYTES, spare)
+        chains_of_row(layer, first_column, columns, scratch, sums, totals)
+        for column in range(first_column, last_column, BLOCK):
+            count = min(BLOCK, min(last_column, outputs) - column)
+            out = y + 4 * (row * outputs + column)
+            finish_row(sums + 4 * (column - first_column), layer, column, count, out, spare)
+
+
+@inlined
+def _in_panels(x, first_row, last_row, layer, first_column, last_column, y, pass_rows, scratch):
+    """Stored columns [first_column, last_column) of rows [first_row, last_row) of y, `pass_rows` rows at a time."""
+    inputs, outputs = field(layer, INPUTS), field(layer, OUTPUTS)
+    panels = scratch
+    spare = panels + 4 * product.PAIR_FLOATS
+    sums = spare + ROW_BYTES
+    prepared = sums + pass_rows * ROW_BYTES
+    totals = prepared + pass_rows * input_blocks(layer) * ROW_BYTES
+    zero_floats(panels, product.PAIR_FLOATS)
+    for start in range(first_row, last_row, pass_rows):
+        rows = min(pass_rows, last_row - start)
+        for row in range(rows):
+            target = prepared + row * ROW_BYTES
+            prepare_row(x + 4 * (start + row) * inputs, layer, target, rows * ROW_BYTES, spare)
+        for column in range(first_column, last_column, BLOCK):
+            columns = min(BLOCK, last_column - column)
+            chains_of_rows(layer, column, columns, rows, prepared, sums, totals, panels)
+            count = min(BLOCK, min(last_column, outputs) - column)
+            for row in range(rows):
+                out = y + 4 * ((start + row) * outputs + column)
+                finish_row(sums + row * ROW_BYTES, layer, column, count, out, spare)
+
+
+@cfunc(types.void(*[types.int64] * 9), cache=True)
+def _linear_part(rows, x, y, layer, plan, scratch, phase, part, parts):
+    unit = field(layer, COLUMN_UNIT)
+    columns = field(layer, TILE_COLUMNS) * TILE
+    units = (columns + unit - 1) // unit
+    row_cuts = field(plan, ROW_CUTS)
+    column_cuts = parts // row_cuts
+    row_part, column_part = part // column_cuts, part % column_cuts
+    first_row, last_row = row_part * rows // row_cuts, (row_part + 1) * rows // row_cuts
+    first_column = column_part * units // column_cuts * unit
+    last_column = min((column_part + 1) * units // column_cuts * unit, columns)
+    if first_row == last_row or first_column >= last_column:
+        return
+    room = scratch + 4 * part * field(plan, PART_FLOATS)
+    if field(plan, HOW) == ROW_BY_ROW:
+        _row_by_row(x, first_row, last_row, layer, first_column, last_column, y, room)
+    else:
+        _in_panels(x, first_row, last_row, layer, first_column, last_column, y, field(plan, PASS_ROWS), room)
+
+
+_LINEAR = place_of(_linear_part)

@@ -1,0 +1,155 @@
+"""Rows times a stored weight matrix: the two ways a linear layer is computed, with equal bytes.
+
+*Row by row*: tiles are decoded in registers and go straight into one row's chains. *In panels*: a pair of tile columns
+is decoded to float32 for 128 inputs, then multiplied with all rows, a group of rows at a time.
+
+Kernels know a layer by the address of its record, int64 fields of which some are addresses in turn.
+"""
+
+import numpy as np
+from numba import njit
+
+from isobit.ops.linear import blocks
+from isobit.ops.linear.blocks import BLOCK, ROW_BYTES
+from isobit.ops.linear.memory import call, copy_floats, field, float_at, place_of, put_float, zero_floats
+
+inlined = njit(forceinline=True, nogil=True, error_model="numpy")
+
+INPUTS = 0
+OUTPUTS = 1
+TILE_ROWS = 2
+TILE_COLUMNS = 3
+TILES = 4
+TILE_BYTES = 5
+DECODE = 6
+MULTIPLY_ROW = 7
+INPUT_SCALES = 8  # of halves; 0 = plain weights, no rotation
+OUTPUT_SCALES = 9  # of halves
+BIAS = 10  # of float32; 0 = none
+COLUMN_UNIT = 11  # outputs that one thread must compute together
+MULTIPLY_PANELS = 12
+ROTATE_INPUT = 13
+ROTATE_OUTPUT = 14
+CLOSE_SHARD = 15
+FIELDS = 16
+
+TILE = 16
+BLOCK_TILES = BLOCK // TILE
+PAIR = 2
+PAIR_COLUMNS = PAIR * TILE
+PAIR_FLOATS = PAIR * BLOCK * TILE
+LONG_INPUTS = 4096
+LONG_SHARDS = 4
+
+
+def common_fields(record: np.ndarray) -> None:
+    """Fill in the compiled pieces that all layers share."""
+    record[MULTIPLY_PANELS] = place_of(blocks.multiply_panels)
+    record[ROTATE_INPUT] = place_of(blocks.rotate_input)
+    record[ROTATE_OUTPUT] = place_of(blocks.rotate_output)
+    record[CLOSE_SHARD] = place_of(blocks.close_shard)
+
+
+@inlined
+def k_shards(layer):
+    """How many shards the sum over inputs has: a function of the stored number of inputs alone."""
+    return LONG_SHARDS if field(layer, TILE_ROWS) * TILE >= LONG_INPUTS else 1
+
+
+@inlined
+def input_blocks(layer):
+    """How many blocks of 128 inputs the layer has, the last perhaps short."""
+    return (field(layer, TILE_ROWS) + BLOCK_TILES - 1) // BLOCK_TILES
+
+
+@inlined
+def prepare_row(x, layer, prepared, block_stride, spare):
+    """The row at address x as the chains read it: rotated and rounded, or as it is; zeros up to whole blocks.
+
+    Block b goes to prepared + b * block_stride. spare: room for 128 float32.
+    """
+    inputs = field(layer, INPUTS)
+    scales = field(layer, INPUT_SCALES)
+    for block in range(input_blocks(layer)):
+        first = block * BLOCK
+        count = min(max(inputs - first, 0), BLOCK)
+        source, target = x + 4 * first, prepared + block * block_stride
+        if count < BLOCK:
+            zero_floats(spare, BLOCK)
+            copy_floats(source, spare, count)
+            source = spare
+        if scales != 0:
+            call(field(layer, ROTATE_INPUT), (source, scales + 2 * first, target))
+        else:
+            copy_floats(source, target, BLOCK)
+
+
+@inlined
+def finish_row(sums, layer, column, count, out, spare):
+    """The outputs `column` to column + count of one row, at address out, from the block's chains at address sums."""
+    bias = field(layer, BIAS)
+    source = sums
+    if field(layer, OUTPUT_SCALES) != 0:
+        source = out if count == BLOCK else spare
+        call(field(layer, ROTATE_OUTPUT), (sums, field(layer, OUTPUT_SCALES) + 2 * column, source))
+    if source != out:
+        copy_floats(source, out, count)
+    if bias != 0:
+        for i in range(count):
+            put_float(out + 4 * i, float_at(out + 4 * i) + float_at(bias + 4 * (column + i)))
+
+
+@inlined
+def chains_of_row(layer, column, columns, prepared, sums, totals):
+    """Chains of `columns` outputs (a multiple of 16) from `column` for one prepared row, its blocks end to end.
+
+    sums: float32 [columns up to whole blocks], the result. totals: float64 of that size, if there are shards.
+    """
+    shards, all_blocks = k_shards(layer), input_blocks(layer)
+    tile_bytes = field(layer, TILE_BYTES)
+    row_stride = field(layer, TILE_COLUMNS) * tile_bytes
+    tiles = field(layer, TILES) + column // TILE * tile_bytes
+    column_blocks = (columns + BLOCK - 1) // BLOCK
+    for shard in range(shards):
+        first = shard * all_blocks // shards * BLOCK_TILES
+        last = min((shard + 1) * all_blocks // shards * BLOCK_TILES, field(layer, TILE_ROWS))
+        zero_floats(sums, column_blocks * BLOCK)
+        arguments = (tiles + first * row_stride, row_stride, last - first, columns // TILE)
+        call(field(layer, MULTIPLY_ROW), (*arguments, prepared + 4 * TILE * first, sums))
+        if shards > 1:
+            call(field(layer, CLOSE_SHARD), (column_blocks, sums, totals, close_step(shard, shards)))
+
+
+@inlined
+def close_step(shard, shards):
+    """Which step of `blocks.close_shard` a shard is."""
+    if shard == 0:
+        return 0
+    return 2 if shard == shards - 1 else 1
+
+
+@inlined
+def chains_of_rows(layer, column, columns, rows, prepared, sums, totals, panels):
+    """Chains of `columns` outputs (a multiple of 16, at most 128) from `column` for `rows` prepared rows.
+
+    prepared: [blocks, rows, 128]. sums: float32 [rows, 128], the result. totals: float64 of that size, if there are
+    shards. panels: two float32 panels, finite on entry.
+    """
+    shards, all_blocks, all_tile_rows = k_shards(layer), input_blocks(layer), field(layer, TILE_ROWS)
+    tile_bytes = field(layer, TILE_BYTES)
+    row_stride = field(layer, TILE_COLUMNS) * tile_bytes
+    for shard in range(shards):
+        first, last = shard * all_blocks // shards, (shard + 1) * all_blocks // shards
+        for block in range(first, last):
+            tile_row = block * BLOCK_TILES
+            tile_rows = min(BLOCK_TILES, all_tile_rows - tile_row)
+            block_inputs = prepared + block * rows * ROW_BYTES
+            for offset in range(0, columns, PAIR_COLUMNS):
+                tiles = field(layer, TILES) + tile_row * row_stride + (column + offset) // TILE * tile_bytes
+                pair = min(PAIR, (columns - offset) // TILE)
+                call(field(layer, DECODE), (tiles, row_stride, tile_rows, pair, panels, blocks.PANEL_BYTES))
+                fresh = 1 if block == first else 0
+                arguments = (rows, block_inputs, panels, tile_rows * TILE, sums + 4 * offset, fresh)
+                call(field(layer, MULTIPLY_PANELS), arguments)
+        if shards > 1:
+            call(field(layer, CLOSE_SHARD), (rows, sums, totals, close_step(shard, shards)))
