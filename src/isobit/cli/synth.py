@@ -109,9 +109,10 @@ def _width(text: str | None, flag: str) -> float | str | None:
     if text is None or text == "mixed":
         return text
     try:
-        return float(text)
+        width = float(text)
     except ValueError:
         raise IsobitError(f"{flag} is {text}: expected a width such as 3 or 3.5, or mixed") from None
+    return int(width) if width.is_integer() else width
 
 
 class _Progress:

@@ -1,0 +1,61 @@
+"""`isobit synth` as a command."""
+
+import json
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from isobit.checkpoint.inspect import inspect_folder
+from isobit.checkpoint.reader import Checkpoint
+from isobit.cli.synth import synth
+from isobit.errors import IsobitError
+
+app = typer.Typer()
+app.command()(synth)
+
+
+def run(*arguments: str):
+    return CliRunner().invoke(app, list(arguments))
+
+
+def test_options_reach_the_checkpoint(tmp_path):
+    folder = tmp_path / "made"
+    options = (
+        "--preset test --layers 5 --seed 7 --codebook mcg --bits 2 --head-bits 6 --ngram-rows 900 --no-mtp --biases"
+    )
+    result = run(str(folder), *options.split())
+    assert result.exit_code == 0, result.output
+    assert f"Wrote {folder}" in result.output
+    checkpoint = Checkpoint(folder)
+    assert inspect_folder(folder).usable
+    assert checkpoint.config.num_hidden_layers == 5
+    assert not checkpoint.has_mtp
+    head = checkpoint.head()
+    assert (head.bits, head.codebook) == (6, "mcg")
+    assert checkpoint.linear("layers.0.linear_attn.out_proj").bits == 2
+    assert checkpoint.linear("layers.3.self_attn.q_proj").bias is not None
+    quantization = json.loads((folder / "config.json").read_text())["quantization_config"]
+    assert quantization["codebook"] == "mcg"
+
+
+def test_half_and_mixed_widths_are_understood(tmp_path):
+    assert run(str(tmp_path / "half"), "--preset", "test", "--layers", "1", "--bits", "2.5").exit_code == 0
+    assert run(str(tmp_path / "mixed"), "--preset", "test", "--layers", "1", "--bits", "mixed").exit_code == 0
+    assert Checkpoint(tmp_path / "half").head().bits == 2.5
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--bits", "three"), "--bits is three: expected a width"),
+        (("--bits", "9"), "width 9 is unknown"),
+        (("--bits", "nan"), "width nan is unknown"),
+        (("--preset", "huge"), "preset 'huge' is unknown"),
+    ],
+)
+def test_bad_options_are_one_line_and_leave_nothing(tmp_path, options, message):
+    result = run(str(tmp_path / "bad"), *options)
+    assert isinstance(result.exception, IsobitError)
+    assert message in str(result.exception)
+    assert list(tmp_path.iterdir()) == []
