@@ -31,16 +31,19 @@ class LayerChoices:
     """One layer's choices for positions 0..T-1.
 
     scores: a float32 array a position: the router's logits [experts], or the indexer's scores [finished blocks].
-    chosen: an ascending int array a position, ids into the scores.
+    chosen: an ascending int array a position, ids into the scores. natural: what would have been chosen unless forced.
     """
 
     scores: list[np.ndarray] = field(default_factory=list)
     chosen: list[np.ndarray] = field(default_factory=list)
+    natural: list[np.ndarray] = field(default_factory=list)
 
-    def add(self, scores: np.ndarray, chosen: np.ndarray) -> None:
+    def add(self, scores: np.ndarray, natural: np.ndarray, forced: np.ndarray | None = None) -> None:
         """Record the next position."""
+        natural = np.sort(np.asarray(natural, np.int64))
         self.scores.append(np.asarray(scores, np.float32))
-        self.chosen.append(np.sort(np.asarray(chosen, np.int64)))
+        self.natural.append(natural)
+        self.chosen.append(natural if forced is None else forced)
 
 
 Recording = dict[tuple[ChoiceKind, int], LayerChoices]
@@ -112,13 +115,23 @@ def score_errors(mine: Recording, reference: Recording) -> dict[tuple[ChoiceKind
     return errors
 
 
+def relative_score_errors(mine: Recording, reference: Recording) -> dict[tuple[ChoiceKind, int], float]:
+    """The norm of the scores' differences over the norm of the reference's scores, by kind and layer."""
+    errors = {}
+    for key, layer in mine.items():
+        ours, theirs = (np.concatenate(side.scores).astype(np.float64) for side in (layer, reference[key]))
+        scale, difference = (float(np.sqrt((values * values).sum())) for values in (theirs, ours - theirs))
+        errors[key] = difference / scale if scale else float(difference > 0)
+    return errors
+
+
 def roots(mine: Recording, reference: Recording) -> list[Root]:
     """Where the reference would have chosen otherwise than `mine`, whose choices were forced upon it."""
     errors = score_errors(mine, reference)
     found = []
     for place, chosen in places(mine):
-        scores = reference[place.kind, place.layer].scores[place.position]
-        natural = best(scores, len(chosen))
+        layer = reference[place.kind, place.layer]
+        scores, natural = layer.scores[place.position], layer.natural[place.position]
         if np.array_equal(natural, chosen):
             continue
         dropped, taken = np.setdiff1d(natural, chosen), np.setdiff1d(chosen, natural)

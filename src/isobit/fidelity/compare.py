@@ -7,12 +7,22 @@ from typing import Any
 import numpy as np
 
 from isobit.checkpoint.reader import Checkpoint
-from isobit.fidelity.choices import ChoiceKind, Forced, Root, Run, all_forced, differing, malformed, roots
+from isobit.fidelity.choices import (
+    ChoiceKind,
+    Forced,
+    Root,
+    Run,
+    all_forced,
+    differing,
+    malformed,
+    relative_score_errors,
+    roots,
+)
 from isobit.fidelity.matched import matched_roundings
 from isobit.fidelity.reference import Reference
 
-ROUNDING_LIMIT = 2e-2  # relative logit error that half-precision operands may cause, choices being equal
-MATCHED_LIMIT = 1e-3  # relative logit error that the order of float32 sums may cause, roundings being equal too
+ROUNDING_LIMIT = 2e-2  # relative error that half-precision operands may cause, choices being equal
+MATCHED_LIMIT = 1e-3  # relative error that the order of float32 sums may cause, roundings being equal too
 
 Say = Callable[[str], None]
 
@@ -23,6 +33,7 @@ class Agreement:
 
     top1: positions with the same best token. kl: of isobit's distribution from the reference's, in nats. error: the
     norm of the difference over the norm of the reference's logits, per position. logit_error: the largest difference.
+    score_error: of routers and indexers, norm over norm, in the worst layer.
     """
 
     top1: int
@@ -32,6 +43,7 @@ class Agreement:
     error_mean: float
     error_max: float
     logit_error: float
+    score_error: float
 
 
 @dataclass(frozen=True)
@@ -127,7 +139,14 @@ def agreement(mine: Run, reference: Run) -> Agreement:
         largest = max(largest, float(np.abs(difference).max()))
         top1 += int(ours.argmax() == theirs.argmax())
     return Agreement(
-        top1, positions, float(kl.mean()), float(kl.max()), float(error.mean()), float(error.max()), largest
+        top1=top1,
+        positions=positions,
+        kl_mean=float(kl.mean()),
+        kl_max=float(kl.max()),
+        error_mean=float(error.mean()),
+        error_max=float(error.max()),
+        logit_error=largest,
+        score_error=max(relative_score_errors(mine.choices, reference.choices).values(), default=0.0),
     )
 
 
@@ -178,12 +197,13 @@ def _failures(
                  for d in differences if not d.explained]  # fmt: skip
     failures += [f"{place}: differs although every root choice is forced"
                  for place in differing(mine.choices, rooted.choices)[:8]]  # fmt: skip
-    for what, found_error, limit in (
-        ("with isobit's choices forced", forced.error_max, ROUNDING_LIMIT),
-        ("with isobit's choices and roundings", matched.error_max, MATCHED_LIMIT),
+    for condition, errors, limit in (
+        ("with isobit's choices", forced, ROUNDING_LIMIT),
+        ("with isobit's choices and roundings", matched, MATCHED_LIMIT),
     ):
-        if not found_error <= limit:
-            failures.append(f"relative logit error {found_error:.3g} {what} is above {limit:g}")
+        for what, error in (("logits", errors.error_max), ("router and indexer scores", errors.score_error)):
+            if not error <= limit:
+                failures.append(f"the {what} {condition} are off by {error:.3g}, relatively, above {limit:g}")
     return failures
 
 

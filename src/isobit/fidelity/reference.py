@@ -139,27 +139,20 @@ class TopkPatch(TorchFunctionMode):
         return self._select(*args[:2])
 
     def _route(self, probabilities: torch.Tensor, count: int) -> Any:
-        chosen = [self._choose(position, row, count) for position, row in enumerate(probabilities)]
-        ids = torch.stack(chosen)
+        ids = torch.stack([self._choose(row, count) for row in probabilities])
         return torch.return_types.topk((probabilities.gather(-1, ids), ids))
 
     def _select(self, scores: torch.Tensor, count: int) -> Any:
-        record = self._record()
-        position = len(record.chosen)
-        record.scores.append(scores.numpy().copy())
-        ids = self._choose(position, scores, count)
+        ids = self._choose(scores, count)
         return torch.return_types.topk((scores[ids], ids))
 
-    def _choose(self, position: int, scores: torch.Tensor, count: int) -> torch.Tensor:
+    def _choose(self, scores: torch.Tensor, count: int) -> torch.Tensor:
         assert self._at is not None
-        forced = self.forced.get(Place(*self._at, position))
-        ids = best(scores.numpy(), count) if forced is None else forced
-        self._record().chosen.append(ids)
-        return torch.from_numpy(ids)
-
-    def _record(self) -> LayerChoices:
-        assert self._at is not None
-        return self.recording[self._at]
+        record = self.recording[self._at]
+        values = scores.numpy().copy()
+        forced = self.forced.get(Place(*self._at, len(record.chosen)))
+        record.add(values, best(values, count), forced)
+        return torch.from_numpy(record.chosen[-1])
 
 
 def _empty_model(text_config: Mapping[str, Any]) -> Qwen4ExpForCausalLM:

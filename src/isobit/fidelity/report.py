@@ -40,7 +40,7 @@ def verdict_line(report: Report) -> str:
 
 
 def _table(report: Report) -> Table:
-    table = Table("isobit against transformers", "top-1", "KL mean", "KL max", "rel. error mean", "rel. error max")
+    table = Table("isobit against transformers", "top-1", "KL mean", "KL max", "error mean", "error max", "scores")
     for name, agreement in (
         ("as it is", report.free),
         ("with isobit's choices", report.forced),
@@ -52,7 +52,7 @@ def _table(report: Report) -> Table:
 
 
 def _cells(agreement: Agreement) -> list[str]:
-    numbers = (agreement.kl_mean, agreement.kl_max, agreement.error_mean, agreement.error_max)
+    numbers = (agreement.kl_mean, agreement.kl_max, agreement.error_mean, agreement.error_max, agreement.score_error)
     return [f"{agreement.top1}/{agreement.positions}", *(f"{number:.2e}" for number in numbers)]
 
 
