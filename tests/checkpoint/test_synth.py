@@ -318,13 +318,17 @@ def test_a_folder_in_use_is_left_alone(tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["notes.txt"]
 
 
-def test_an_empty_folder_is_filled(tmp_path):
-    assert (synthesize(tmp_path, "test", layers=1) / "config.json").exists()
+@pytest.mark.parametrize("name", [".", "new", "new/deeper"])
+def test_a_relative_empty_or_nested_folder_is_filled(tmp_path, monkeypatch, name):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    synthesize(name, "test", layers=1)
+    assert (tmp_path / "here" / name / "config.json").exists()
 
 
 def test_too_small_a_disk_is_refused_before_anything_is_written(tmp_path):
     with pytest.raises(IsobitError, match="free; take fewer layers"):
-        synthesize(tmp_path / "huge", "test", ngram_rows=20_000_000_000)
+        synthesize(tmp_path / "deep" / "huge", "test", ngram_rows=20_000_000_000)
     assert list(tmp_path.iterdir()) == []
 
 

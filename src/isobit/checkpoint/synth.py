@@ -87,7 +87,7 @@ def synthesize(
         plain=tuple(chosen.plain if plain is None else plain),
     )
     files = _files(layout, file_bytes)
-    target = Path(folder)
+    target = Path(folder).absolute()
     _check_target(target, sum(tensor.nbytes for tensors in files.values() for tensor in tensors.values()))
     partial = target.with_name(f".{target.name}.{secrets.token_hex(4)}.partial")
     partial.mkdir()
@@ -160,16 +160,16 @@ def _check_widths(widths: Widths, codebook: str) -> None:
 def _check_target(target: Path, nbytes: int) -> None:
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise IsobitError(f"{target} exists and is not an empty folder; name another one, or remove it first")
-    try:
-        target.absolute().parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise IsobitError(f"{target}: its parent folder cannot be made ({error.strerror}); name another") from None
-    free = shutil.disk_usage(target.absolute().parent).free
+    free = shutil.disk_usage(next(parent for parent in target.parents if parent.exists())).free
     if free < nbytes:
         raise IsobitError(
             f"{target}: the checkpoint takes {nbytes / 1e9:.1f} GB, its disk has {free / 1e9:.1f} GB free; "
             "take fewer layers or n-gram rows, or make room"
         )
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise IsobitError(f"{target}: its parent folder cannot be made ({error.strerror}); name another") from None
 
 
 def _files(layout: Layout, file_bytes: int) -> dict[str, dict[str, Tensor]]:
