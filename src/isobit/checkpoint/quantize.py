@@ -28,6 +28,7 @@ from isobit.checkpoint.trellis import (
 from isobit.checkpoint.weights import Exl3Linear, QuantizedEmbedding
 from isobit.errors import IsobitError
 
+QUANTIZER_VERSION = 1  # of the bits that the same weights give
 HALF_MAX = float(np.finfo(np.float16).max)
 OUTPUT_SCALE_EXPONENTS = (-10, 14)  # beyond these powers of two the input scales take over
 
