@@ -1,12 +1,15 @@
 """How a kernel's work is divided among threads: by its size alone, and never so that a bit depends on it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import lru_cache
 
 from isobit.ops import threads
 
 SERIAL_WORK = 1 << 17  # element operations that one core finishes before others would have started
+
+_forced_pieces: int | None = None
 
 
 def run_split(kernel: Callable[..., None], work: int, count: int, *arguments) -> None:
@@ -14,7 +17,7 @@ def run_split(kernel: Callable[..., None], work: int, count: int, *arguments) ->
 
     work: about how many element operations it is. The kernel must release the GIL, and items must not share outputs.
     """
-    pieces = min(threads(), count) if work > SERIAL_WORK else 1
+    pieces = min(_forced_pieces or (threads() if work > SERIAL_WORK else 1), count)
     if pieces <= 1:
         kernel(*arguments, 0, count)
         return
@@ -24,6 +27,17 @@ def run_split(kernel: Callable[..., None], work: int, count: int, *arguments) ->
     kernel(*arguments, bounds[0], bounds[1])
     for other in others:
         other.result()
+
+
+@contextmanager
+def forced_pieces(pieces: int) -> Iterator[None]:
+    """Cut every kernel's work into so many pieces, whatever its size. For the contract only."""
+    global _forced_pieces
+    previous, _forced_pieces = _forced_pieces, pieces
+    try:
+        yield
+    finally:
+        _forced_pieces = previous
 
 
 @lru_cache

@@ -1,0 +1,59 @@
+"""What the ops' contract cases are made of: rows of every awkward kind, and plans turned into batches."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from isobit.ops.batch import Batch
+from isobit.ops.contract import Span
+
+UNIT = 2.0**-24  # the largest relative error of one float32 rounding
+SMALLEST = 2.0**-149
+KINDS = ("random", "large", "tiny", "subnormal", "cancelling", "equal", "zero", "one hot")
+
+
+def rows_of_kinds(rng: np.random.Generator, count: int, *shape: int, largest: float = 1e15) -> np.ndarray:
+    """float32 [count, *shape], row i of kind KINDS[i mod 8]; `largest`: the size of the large ones."""
+    rows = rng.standard_normal((count, *shape)).astype(np.float32)
+    for row, values in enumerate(rows.reshape(count, -1)):
+        kind = KINDS[row % len(KINDS)]
+        if kind == "large":
+            values *= np.float32(largest)
+        elif kind == "tiny":
+            values *= np.float32(1e-20)
+        elif kind == "subnormal":
+            values *= np.float32(1e-40)
+        elif kind == "cancelling":
+            values[1::2] = -values[: values.size // 2 * 2 : 2]
+        elif kind == "equal":
+            values[:] = values[0]
+        elif kind == "zero":
+            values[:] = np.float32(0.0)
+        elif kind == "one hot":
+            values[:-1] = np.float32(0.0)
+    return rows
+
+
+def stream_of_row(plan: Sequence[Span]) -> np.ndarray:
+    """int [R], the case stream of every row of the plan: for stateless ops, the row itself."""
+    return np.repeat([span.stream for span in plan], [span.count for span in plan])
+
+
+def rows_of_plan(plan: Sequence[Span], streams: Sequence[np.ndarray]) -> np.ndarray:
+    """The plan's rows of per-stream inputs [n, ...], in the plan's order."""
+    return np.concatenate([streams[span.stream][span.first : span.first + span.count] for span in plan])
+
+
+def batch_of_plan(plan: Sequence[Span], streams: int) -> Batch:
+    """The plan as a batch without pages; stream i has slot streams - i of streams + 1: slot 0 is a stranger's."""
+    return Batch(
+        slots=np.array([streams - span.stream for span in plan], np.int32),
+        starts=np.cumsum([0] + [span.count for span in plan], dtype=np.int32),
+        first=np.array([span.first for span in plan], np.int32),
+        pages=np.zeros((len(plan), 1), np.int32),
+    )
+
+
+def pool_of_streams(states: Sequence[np.ndarray]) -> np.ndarray:
+    """The pool for `batch_of_plan`: each stream's state in its slot, and slot 0 a stranger's, all ones."""
+    return np.stack([np.ones_like(states[0]), *reversed(states)])

@@ -1,0 +1,191 @@
+"""The row contract of the Gated DeltaNet: its convolution, its recurrence, its gated norm."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from isobit.ops.cases import (
+    SMALLEST,
+    UNIT,
+    batch_of_plan,
+    pool_of_streams,
+    rows_of_kinds,
+    rows_of_plan,
+    stream_of_row,
+)
+from isobit.ops.contract import Case, Outputs, Span, register
+from isobit.ops.convolution import convolve
+from isobit.ops.delta_rule import reference
+from isobit.ops.delta_rule.cpu import Delta, delta_rule, gated_norm, prepare_delta
+from isobit.ops.work import forced_pieces
+
+PIECES = {"one_thread": 1, "three_threads": 3}
+STREAMS = (1, 2, 5, 13)
+
+
+class CausalConv:
+    """The depthwise convolution, dilated as the n-gram embedding has it and not."""
+
+    name = "causal_conv"
+    implementations = tuple(PIECES)
+
+    def cases(self, rng: np.random.Generator, full: bool) -> Iterator[Case]:
+        shapes = ((1, 4, 1), (40, 4, 1), (70, 4, 3), (33, 2, 2)) + (((10240, 4, 1), (10240, 4, 3)) if full else ())
+        for channels, taps, dilation in shapes:
+            inputs = {
+                "x": [rows_of_kinds(rng, rows, channels) for rows in STREAMS],
+                "before": [rows_of_kinds(rng, dilation * (taps - 1), channels) for _ in STREAMS],
+                "weight": rng.standard_normal((channels, taps)).astype(np.float32),
+                "dilation": dilation,
+            }
+            yield Case(f"{channels} channels, {taps} taps, dilation {dilation}", STREAMS, inputs)
+
+    def begin(self, case: Case) -> Any:
+        return pool_of_streams(case.inputs["before"])
+
+    def call(self, implementation: str, case: Case, state: Any, plan: Sequence[Span]) -> Outputs:
+        x, weight = rows_of_plan(plan, case.inputs["x"]), np.ascontiguousarray(case.inputs["weight"].T)
+        with forced_pieces(PIECES[implementation]):
+            return {"y": convolve(x, weight, case.inputs["dilation"], state, batch_of_plan(plan, len(case.rows)))}
+
+    def final_state(self, case: Case, state: Any) -> Outputs:
+        return {"rows": state}
+
+    def reference(self, case: Case) -> Outputs:
+        return {"y": self._convolved(case, case.inputs["x"], case.inputs["before"], case.inputs["weight"])}
+
+    def error_limit(self, case: Case, reference: Outputs) -> Outputs:
+        """The chain's roundings against the sum of absolute products, through silu, whose slope is at most 1.1."""
+        x, before = ([np.abs(rows) for rows in case.inputs[name]] for name in ("x", "before"))
+        total = self._convolved(case, x, before, np.abs(case.inputs["weight"]))
+        taps = case.inputs["weight"].shape[1]
+        return {"y": (1.1 * total + 1) * taps * UNIT + np.abs(reference["y"]) * 8 * UNIT}
+
+    def limits(self) -> list[str]:
+        return ["products above float32's range become infinite"]
+
+    def _convolved(self, case: Case, x: Sequence[np.ndarray], before: Sequence[np.ndarray], weight) -> np.ndarray:
+        pairs = zip(x, before, strict=True)
+        return np.concatenate([reference.causal_conv(x, weight, rows, case.inputs["dilation"]) for x, rows in pairs])
+
+
+class DeltaRule:
+    """The recurrence over streams of several lengths, from states that are not empty."""
+
+    name = "delta_rule"
+    implementations = tuple(PIECES)
+
+    def cases(self, rng: np.random.Generator, full: bool) -> Iterator[Case]:
+        shapes = ((1, 2, 32, 32), (2, 4, 8, 40), (1, 3, 16, 8)) + (((2, 6, 128, 128),) if full else ())
+        for key_heads, value_heads, key_dim, value_dim in shapes:
+            channels = 2 * key_heads * key_dim + value_heads * value_dim
+            inputs = {
+                "qkv": [rows_of_kinds(rng, rows, channels, largest=1e10) for rows in STREAMS],
+                "a": [rows_of_kinds(rng, rows, value_heads, largest=30) for rows in STREAMS],
+                "b": [rows_of_kinds(rng, rows, value_heads, largest=30) for rows in STREAMS],
+                "state": rng.standard_normal((len(STREAMS), value_heads, key_dim, value_dim)).astype(np.float32),
+                "a_log": rng.uniform(-4, 2, value_heads).astype(np.float32),
+                "dt_bias": rng.standard_normal(value_heads).astype(np.float32),
+                "key_heads": key_heads,
+            }
+            label = f"{key_heads} key heads of {key_dim}, {value_heads} value heads of {value_dim}"
+            yield Case(label, STREAMS, inputs)
+
+    def begin(self, case: Case) -> Any:
+        value_heads, key_dim, value_dim = case.inputs["state"].shape[1:]
+        key_heads = case.inputs["key_heads"]
+        channels = 2 * key_heads * key_dim + value_heads * value_dim
+        handle = prepare_delta(
+            np.zeros((channels, 4), np.float32),
+            case.inputs["a_log"],
+            case.inputs["dt_bias"],
+            np.ones(value_dim, np.float32),
+            key_heads,
+            value_heads,
+            key_dim,
+            value_dim,
+            1e-6,
+            "sigmoid",
+        )
+        return handle, pool_of_streams(list(case.inputs["state"]))
+
+    def call(self, implementation: str, case: Case, state: Any, plan: Sequence[Span]) -> Outputs:
+        handle, pool = state
+        qkv, a, b = (rows_of_plan(plan, case.inputs[name]) for name in ("qkv", "a", "b"))
+        with forced_pieces(PIECES[implementation]):
+            return {"o": delta_rule(qkv, a, b, handle, pool, batch_of_plan(plan, len(case.rows)))}
+
+    def final_state(self, case: Case, state: Any) -> Outputs:
+        return {"recurrent": state[1]}
+
+    def reference(self, case: Case) -> Outputs:
+        return {"o": np.concatenate([self._run(case, stream)[0] for stream in range(len(case.rows))])}
+
+    def error_limit(self, case: Case, reference: Outputs) -> Outputs:
+        """A row's step never stretches the state, so its errors add up, each relative to the largest so far."""
+        key_dim = case.inputs["state"].shape[2]
+        limits = []
+        for stream, rows in enumerate(case.rows):
+            values = np.abs(case.inputs["qkv"][stream][:, -case.inputs["state"][stream][:, 0].size :]).astype(float)
+            start = np.linalg.norm(case.inputs["state"][stream].astype(float), axis=1).ravel()
+            largest = np.maximum.accumulate(np.concatenate([start[None], values])).max(axis=1)[1:]
+            limits.append(largest * (1 + np.arange(rows)) * 4 * (key_dim + 32) * UNIT)
+        return {"o": np.concatenate(limits)[:, None] + SMALLEST}
+
+    def limits(self) -> list[str]:
+        return ["key and value dims that are no multiple of 8; values above 1e30, whose state would overflow"]
+
+    def _run(self, case: Case, stream: int) -> tuple[np.ndarray, np.ndarray]:
+        inputs = case.inputs
+        qkv, a, b, state = (inputs[name][stream] for name in ("qkv", "a", "b", "state"))
+        return reference.delta_rule(qkv, a, b, inputs["a_log"], inputs["dt_bias"], state, inputs["key_heads"])
+
+
+class GatedNorm:
+    """The norm of each head with both gates."""
+
+    name = "gated_norm"
+    implementations = tuple(PIECES)
+
+    def cases(self, rng: np.random.Generator, full: bool) -> Iterator[Case]:
+        shapes = ((2, 32, "sigmoid"), (3, 40, "silu"), (1, 8, "sigmoid")) + (((48, 128, "silu"),) if full else ())
+        for heads, width, gate in shapes:
+            inputs = {
+                "x": rows_of_kinds(rng, 24, heads * width),
+                "z": rows_of_kinds(rng, 24, heads * width, largest=100)[rng.permutation(24)],
+                "weight": rng.standard_normal(width).astype(np.float32),
+                "gate": gate,
+            }
+            yield Case(f"{heads} heads of {width}, {gate}", (1,) * 24, inputs)
+
+    def begin(self, case: Case) -> Delta:
+        weight, zeros = case.inputs["weight"], np.zeros(1, np.float32)
+        width = len(weight)
+        return prepare_delta(
+            np.zeros((3 * width, 4), np.float32), zeros, zeros, weight, 1, 1, width, width, 1e-6, case.inputs["gate"]
+        )
+
+    def call(self, implementation: str, case: Case, state: Any, plan: Sequence[Span]) -> Outputs:
+        rows = stream_of_row(plan)
+        with forced_pieces(PIECES[implementation]):
+            return {"y": gated_norm(case.inputs["x"][rows], case.inputs["z"][rows], state)}
+
+    def final_state(self, case: Case, state: Any) -> Outputs:
+        return {}
+
+    def reference(self, case: Case) -> Outputs:
+        inputs = case.inputs
+        return {"y": reference.gated_norm(inputs["x"], inputs["z"], inputs["weight"], 1e-6, inputs["gate"])}
+
+    def error_limit(self, case: Case, reference: Outputs) -> Outputs:
+        width = len(case.inputs["weight"])
+        return {"y": np.abs(reference["y"]) * (width / 32 + 20) * UNIT + 1e-44}
+
+    def limits(self) -> list[str]:
+        return ["heads whose sum of squares is above float32's range (|x| from about 1e17 on) come out as zero"]
+
+
+register(CausalConv())
+register(DeltaRule())
+register(GatedNorm())
