@@ -217,7 +217,7 @@ def _random_signs(name: str, count: int) -> np.ndarray:
 def _to_half(values: np.ndarray, name: str) -> np.ndarray:
     if np.abs(values).max(initial=0) > HALF_MAX:
         raise QuantizeError(f"{name}: the weights are too large for half-precision scales; leave this tensor plain")
-    return values.astype(np.float16)
+    return (values + 0.0).astype(np.float16)  # the sum turns -0 into +0
 
 
 def _stored_bias(bias: np.ndarray, outputs: int, name: str) -> np.ndarray:
