@@ -175,15 +175,49 @@ def _add_to_totals(typingctx, sums, totals, first):
 
 
 @intrinsic
-def _round_totals(typingctx, totals, sums):
+def round_totals(typingctx, totals, out):
+    """Round 128 float64 to float32."""
+
     def codegen(context, builder, signature, args):
-        totals, sums = args
+        totals, out = args
         for i in range(BLOCK // _LANES):
             total = load(builder, totals, vector(_DOUBLE, _LANES), 64 * i, align=8)
-            store(builder, builder.fptrunc(total, vector(FLOAT, _LANES)), sums, 32 * i)
+            store(builder, builder.fptrunc(total, vector(FLOAT, _LANES)), out, 32 * i)
         return context.get_dummy_value()
 
     return _void(*[_address] * 2), codegen
+
+
+@intrinsic
+def add_terms(typingctx, weight, values, totals):
+    """Add weight * values, rounded to float32, to 128 float64 totals."""
+
+    def codegen(context, builder, signature, args):
+        weight, values, totals = args
+        kind = vector(_DOUBLE, _LANES)
+        weights = broadcast(builder, weight, _LANES)
+        for i in range(BLOCK // _LANES):
+            term = builder.fmul(weights, load(builder, values, vector(FLOAT, _LANES), 32 * i))
+            total = load(builder, totals, kind, 64 * i, align=8)
+            store(builder, builder.fadd(total, builder.fpext(term, kind)), totals, 64 * i, align=8)
+        return context.get_dummy_value()
+
+    return _void(types.float32, _address, _address), codegen
+
+
+@intrinsic
+def add_totals(typingctx, more, totals):
+    """Add 128 float64 to 128 float64 totals."""
+
+    def codegen(context, builder, signature, args):
+        more, totals = args
+        kind = vector(_DOUBLE, _LANES)
+        for place in range(0, 8 * BLOCK, 8 * _LANES):
+            total, term = (load(builder, at, kind, place, align=8) for at in (totals, more))
+            store(builder, builder.fadd(total, term), totals, place, align=8)
+        return context.get_dummy_value()
+
+    return _void(_address, _address), codegen
 
 
 @cfunc(_void(*[_address] * 3), cache=True)
@@ -222,4 +256,4 @@ def close_shard(blocks, sums, totals, step):
         at, total = sums + block * ROW_BYTES, totals + 2 * block * ROW_BYTES
         _add_to_totals(at, total, 1 if step == 0 else 0)
         if step == 2:
-            _round_totals(total, at)
+            round_totals(total, at)

@@ -25,6 +25,7 @@ from isobit.ops.linear.product import (
     inlined,
     input_blocks,
     prepare_row,
+    real_columns,
 )
 from isobit.ops.linear.tiles import BFLOAT16, FLOAT16, FLOAT32, TileFormat, tile_format, trellis_format
 
@@ -214,7 +215,7 @@ def _row_by_row(x, first_row, last_row, layer, first_column, last_column, y, scr
         prepare_row(x + 4 * row * inputs, layer, scratch, ROW_BYTES, spare)
         chains_of_row(layer, first_column, columns, scratch, sums, totals)
         for column in range(first_column, last_column, BLOCK):
-            count = min(BLOCK, min(last_column, outputs) - column)
+            count = real_columns(layer, column, last_column)
             out = y + 4 * (row * outputs + column)
             finish_row(sums + 4 * (column - first_column), layer, column, count, out, spare)
 
@@ -237,7 +238,7 @@ def _in_panels(x, first_row, last_row, layer, first_column, last_column, y, pass
         for column in range(first_column, last_column, BLOCK):
             columns = min(BLOCK, last_column - column)
             chains_of_rows(layer, column, columns, rows, prepared, sums, totals, panels)
-            count = min(BLOCK, min(last_column, outputs) - column)
+            count = real_columns(layer, column, last_column)
             for row in range(rows):
                 out = y + 4 * ((start + row) * outputs + column)
                 finish_row(sums + row * ROW_BYTES, layer, column, count, out, spare)

@@ -19,13 +19,14 @@ def run_parts(
     part_floats: int,
     phases: int,
     parts: int,
+    shared_floats: int = 0,
 ) -> None:
     """Call function(rows, x, y, record, plan, scratch, phase, part, parts) for every part, phase after phase.
 
     All its arguments are int64, the arrays by address: x float32 [R, in], y float32 [R, out], record and plan int64,
-    scratch float32 [parts * part_floats]. Raises MemoryError before anything is written.
+    scratch float32 [shared_floats + parts * part_floats]. Raises MemoryError before anything is written.
     """
-    scratch = np.empty(parts * part_floats, np.float32)
+    scratch = np.empty(shared_floats + parts * part_floats, np.float32)
     with _one_at_a_time:
         _run(function, x, y, record, plan, scratch, phases, parts)
 

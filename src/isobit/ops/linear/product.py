@@ -63,6 +63,18 @@ def input_blocks(layer):
 
 
 @inlined
+def stored_columns(layer, column, last_column):
+    """How many outputs from `column` the tiles hold, up to `last_column`."""
+    return min(last_column, field(layer, TILE_COLUMNS) * TILE) - column
+
+
+@inlined
+def real_columns(layer, column, last_column):
+    """How many outputs from `column` are not padding, up to `last_column` and at most a block."""
+    return max(min(min(column + BLOCK, last_column), field(layer, OUTPUTS)) - column, 0)
+
+
+@inlined
 def prepare_row(x, layer, prepared, block_stride, spare):
     """The row at address x as the chains read it: rotated and rounded, or as it is; zeros up to whole blocks.
 

@@ -1,0 +1,141 @@
+"""The mixture of experts on the CPU: preparing weights, and one call for any number of rows."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from isobit.checkpoint.weights import Linear
+from isobit.errors import CheckpointError
+from isobit.ops import buffers, threads
+from isobit.ops.experts import grouping, product
+from isobit.ops.experts.router import route
+from isobit.ops.linear.blocks import BLOCK
+from isobit.ops.linear.cpu import SMALL_WORK, LinearHandle, prepare_linear
+from isobit.ops.linear.memory import place_of
+from isobit.ops.linear.parallel import run_parts
+from isobit.ops.linear.product import FIELDS, PAIR_FLOATS
+
+__all__ = ["experts", "prepare_experts", "route"]
+
+MOST_ROWS = 2048  # of one pass over the experts
+MOST_PAIR_BYTES = 128 << 20  # of hidden values held between the phases
+MOST_PASS_ROWS = 256  # rows of one expert that one thread prepares at a time
+ROW_BLOCKS = 32  # blocks of 128 output sums a thread holds, one row's worth
+PHASES = 3
+
+
+@dataclass(frozen=True)
+class ExpertsHandle:
+    """The experts of one layer, ready to compute. `record` is for the kernels; `layers` keeps its weights alive."""
+
+    routed: int
+    hidden: int
+    nbytes: int
+    record: np.ndarray
+    layers: tuple[LinearHandle, ...]
+
+    @property
+    def pair_floats(self) -> int:
+        """Floats between the phases for one row of one expert."""
+        return int(self.record[product.HIDDEN_STRIDE] + self.record[product.READY_BLOCKS] * BLOCK)
+
+    @property
+    def row_work(self) -> int:
+        """Multiply-adds for one row of one expert."""
+        return sum(layer.in_features * layer.out_features for layer in self.layers[:3])
+
+
+def prepare_experts(
+    gate: Sequence[Linear],
+    up: Sequence[Linear],
+    down: Sequence[Linear],
+    shared_gate: Linear,
+    shared_up: Linear,
+    shared_down: Linear,
+    shared_expert_gate: Linear,
+) -> ExpertsHandle:
+    """The experts' handle. Raises CheckpointError when the layers do not fit each other."""
+    if not len(gate) == len(up) == len(down) > 0:
+        raise CheckpointError(f"experts: {len(gate)} gate, {len(up)} up and {len(down)} down projections")
+    hidden = gate[0].in_features
+    triples = [*zip(gate, up, down, strict=True), (shared_gate, shared_up, shared_down)]
+    for triple in triples:
+        _check_expert(*triple, hidden)
+    _check_size(shared_expert_gate, hidden, 1)
+    layers = tuple(prepare_linear(weights) for triple in triples for weights in triple)
+    layers = (*layers, prepare_linear(shared_expert_gate))
+    record = np.zeros(product.RECORD_HEADER + FIELDS * len(layers), np.int64)
+    record[product.ROUTED], record[product.SHARD_EXPERTS] = len(gate), -(-len(gate) // product.EXPERT_SHARDS)
+    record[product.HIDDEN_STRIDE] = _whole_blocks(max(layer.out_features for layer in layers[0::3]))
+    record[product.READY_BLOCKS] = max(-(-layer.stored_inputs // BLOCK) for layer in layers[2::3])
+    record[product.MOST_COLUMNS] = max(_whole_blocks(layer.stored_outputs) for layer in layers)
+    record[product.SWISH] = place_of(product.swish)
+    record[product.RECORD_HEADER :] = np.concatenate([layer.record for layer in layers])
+    return ExpertsHandle(len(gate), hidden, sum(layer.nbytes for layer in layers), record, layers)
+
+
+def experts(
+    x: np.ndarray, ids: np.ndarray, weights: np.ndarray, handle: ExpertsHandle, how: int = product.BY_COUNT
+) -> np.ndarray:
+    """The chosen experts' weighted sum and the shared expert: x float32 [R, H] -> float32 [R, H].
+
+    ids: int32 [R, chosen], ascending in a row, as `route` gives them. weights: float32 [R, chosen]. `how` is for the
+    contract and changes no byte. Raises MemoryError when the buffers cannot be had.
+    """
+    rows, width = x.shape
+    if width != handle.hidden:
+        raise ValueError(f"experts: x has {width} columns, expected {handle.hidden}")
+    y = buffers.empty((rows, width))
+    most_rows = _most_rows(handle, ids.shape[1])
+    for first in range(0, rows, most_rows):
+        part = slice(first, min(first + most_rows, rows))
+        _experts(x[part], ids[part], weights[part], handle, how, y[part])
+    return y
+
+
+def _experts(
+    x: np.ndarray, ids: np.ndarray, weights: np.ndarray, handle: ExpertsHandle, how: int, y: np.ndarray
+) -> None:
+    rows, chosen = ids.shape
+    pairs = rows * (chosen + 1)
+    parts = threads() if pairs * handle.row_work >= SMALL_WORK else 1
+    plan = grouping.empty_plan(rows, chosen, handle.routed)
+    pass_rows = min(rows, MOST_PASS_ROWS)
+    column_blocks = max(1, ROW_BLOCKS // rows)
+    inputs, outputs = -(-handle.hidden // BLOCK), -(-handle.hidden // BLOCK)
+    column_blocks = min(column_blocks, outputs)
+    sums = max(int(handle.record[product.MOST_COLUMNS]), pass_rows * BLOCK)
+    kernel_floats = 2 * BLOCK + PAIR_FLOATS + 3 * sums
+    most_inputs = max(inputs, int(handle.record[product.READY_BLOCKS]))
+    plan[grouping.HOW], plan[grouping.PASS_ROWS], plan[grouping.COLUMN_BLOCKS] = how, pass_rows, column_blocks
+    plan[grouping.SHARED_FLOATS] = pairs * handle.pair_floats + _whole_blocks(rows)
+    plan[grouping.PART_FLOATS] = kernel_floats + pass_rows * most_inputs * BLOCK + 4 * column_blocks * rows * BLOCK
+    grouping.fill_plan(ids, weights, handle.routed, plan)
+    shared_floats = int(plan[grouping.SHARED_FLOATS])
+    run_parts(_EXPERTS, x, y, handle.record, plan, int(plan[grouping.PART_FLOATS]), PHASES, parts, shared_floats)
+
+
+def _most_rows(handle: ExpertsHandle, chosen: int) -> int:
+    return max(1, min(MOST_ROWS, MOST_PAIR_BYTES // (4 * handle.pair_floats * (chosen + 1))))
+
+
+def _whole_blocks(count: int) -> int:
+    return -(-count // BLOCK) * BLOCK
+
+
+def _check_expert(gate: Linear, up: Linear, down: Linear, hidden: int) -> None:
+    _check_size(gate, hidden, gate.out_features)
+    _check_size(up, hidden, gate.out_features)
+    _check_size(down, gate.out_features, hidden)
+
+
+def _check_size(weights: Linear, inputs: int, outputs: int) -> None:
+    if (weights.in_features, weights.out_features) != (inputs, outputs):
+        raise CheckpointError(
+            f"{weights.name}: {weights.in_features} inputs and {weights.out_features} outputs, "
+            f"expected {inputs} and {outputs}"
+        )
+
+
+_EXPERTS = place_of(product.experts_part)

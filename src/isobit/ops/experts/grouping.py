@@ -1,0 +1,84 @@
+"""Which rows each expert computes, as one int64 array for the kernels: the plan of a call.
+
+A *pair* is a row with one of its experts. Pairs are in ascending expert, then ascending row; the shared expert, which
+has every row, comes last under the number of the routed experts.
+"""
+
+import numpy as np
+from numba import njit
+
+from isobit.ops.linear.memory import field
+from isobit.ops.scalar import float_bits, scalar_function
+
+HOW = 0
+ACTIVE = 1  # experts with at least one pair
+PAIRS = 2
+PASS_ROWS = 3  # the most rows of one expert that are computed together
+COLUMN_BLOCKS = 4  # the most blocks of 128 outputs whose sums are held at a time
+SHARED_FLOATS = 5  # of scratch, before the parts' own
+PART_FLOATS = 6
+EXPERTS_AT = 7  # where each list begins
+STARTS_AT = 8
+ROWS_AT = 9
+WEIGHTS_AT = 10  # float32 bits; the shared expert's are not known yet
+HEADER = 11
+
+
+def empty_plan(rows: int, chosen: int, routed: int) -> np.ndarray:
+    """A plan with room for the pairs of `rows` rows, its lists laid out but not filled in."""
+    pairs, most_active = rows * (chosen + 1), min(routed, rows * chosen) + 1
+    plan = np.zeros(HEADER + 2 * most_active + 1 + 2 * pairs, np.int64)
+    plan[PAIRS], plan[EXPERTS_AT] = pairs, HEADER
+    plan[STARTS_AT] = HEADER + most_active
+    plan[ROWS_AT] = plan[STARTS_AT] + most_active + 1
+    plan[WEIGHTS_AT] = plan[ROWS_AT] + pairs
+    return plan
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def fill_plan(ids, weights, routed, plan):
+    """Sort the pairs of ids int32 [R, chosen] and weights float32 [R, chosen] into the plan's lists."""
+    rows, chosen = ids.shape
+    experts_at, starts_at, rows_at, weights_at = plan[EXPERTS_AT], plan[STARTS_AT], plan[ROWS_AT], plan[WEIGHTS_AT]
+    next_pair = np.zeros(routed + 1, np.int64)
+    for row in range(rows):
+        for choice in range(chosen):
+            next_pair[ids[row, choice]] += 1
+    next_pair[routed] = rows
+    active, pair = 0, 0
+    for expert in range(routed + 1):
+        count = next_pair[expert]
+        next_pair[expert] = pair
+        if count > 0:
+            plan[experts_at + active] = expert
+            plan[starts_at + active] = pair
+            active += 1
+            pair += count
+    plan[starts_at + active] = pair
+    plan[ACTIVE] = active
+    for row in range(rows):
+        for choice in range(chosen):
+            expert = ids[row, choice]
+            plan[rows_at + next_pair[expert]] = row
+            plan[weights_at + next_pair[expert]] = float_bits(weights[row, choice])
+            next_pair[expert] += 1
+        plan[rows_at + next_pair[routed]] = row
+        next_pair[routed] += 1
+
+
+@scalar_function
+def expert_of(plan, active):
+    """The number of the plan's expert `active`."""
+    return field(plan, field(plan, EXPERTS_AT) + active)
+
+
+@scalar_function
+def start_of(plan, active):
+    """The first pair of the plan's expert `active`; of the one after the last, the number of pairs."""
+    return field(plan, field(plan, STARTS_AT) + active)
+
+
+@scalar_function
+def row_of(plan, pair):
+    """The row of a pair."""
+    return field(plan, field(plan, ROWS_AT) + pair)

@@ -1,0 +1,274 @@
+"""The experts' kernels: gate and up projections, the activation, then the weighted sum of the down projections.
+
+Three phases, with all threads done with one before the next: hidden values of every pair, split over experts and
+blocks of hidden columns; the same made ready for the down projections, split over pairs; the outputs, split over
+blocks of columns.
+"""
+
+import numpy as np
+from numba import carray, cfunc, types
+
+from isobit.ops.experts import grouping
+from isobit.ops.experts.grouping import expert_of, row_of, start_of
+from isobit.ops.linear.blocks import BLOCK, ROW_BYTES, add_terms, add_totals, round_totals
+from isobit.ops.linear.memory import call, copy_floats, field, float_at, put_float, zero_floats
+from isobit.ops.linear.product import (
+    FIELDS,
+    INPUTS,
+    OUTPUTS,
+    PAIR_FLOATS,
+    TILE,
+    TILE_COLUMNS,
+    chains_of_row,
+    chains_of_rows,
+    finish_row,
+    inlined,
+    prepare_row,
+    real_columns,
+)
+from isobit.ops.scalar import from_float_bits, sigmoid32, silu32
+
+# Fields of the experts' record, before the layers': gate, up and down of each expert, then the shared expert's gate.
+ROUTED = 0
+SHARD_EXPERTS = 1  # routed experts in one shard of the sum
+HIDDEN_STRIDE = 2  # floats between two pairs' hidden values
+READY_BLOCKS = 3  # blocks of 128 in a pair's prepared hidden values
+MOST_COLUMNS = 4  # the most outputs of any projection, in whole blocks
+SWISH = 5
+RECORD_HEADER = 6
+GATE, UP, DOWN, PROJECTIONS = 0, 1, 2, 3
+
+EXPERT_SHARDS = 4
+BY_COUNT, ROW_BY_ROW, IN_PANELS = 0, 1, 2
+DECODING = 7  # what decoding a tile costs, in rows multiplied with it
+
+
+@cfunc(types.void(types.CPointer(types.float32), types.CPointer(types.float32), types.int64), cache=True)
+def swish(gate, up, count):
+    """gate = silu(gate) * up."""
+    gates, ups = carray(gate, count), carray(up, count)
+    for i in range(count):
+        gates[i] = silu32(gates[i]) * ups[i]
+
+
+@inlined
+def layer_of(record, expert, projection):
+    """The record of one projection of one expert; projection 0 past the last expert is the shared expert's gate."""
+    return record + 8 * (RECORD_HEADER + (expert * PROJECTIONS + projection) * FIELDS)
+
+
+@inlined
+def one_by_one(plan, count):
+    """Whether an expert with `count` rows computes them row by row."""
+    how = field(plan, grouping.HOW)
+    return how == ROW_BY_ROW or (how == BY_COUNT and count == 1)
+
+
+@inlined
+def column_blocks(layer):
+    """How many blocks of 128 outputs a layer has, the last perhaps short."""
+    return (field(layer, TILE_COLUMNS) * TILE + BLOCK - 1) // BLOCK
+
+
+@inlined
+def pass_rows(plan, count):
+    """How many of an expert's `count` rows are computed together."""
+    return 1 if one_by_one(plan, count) else field(plan, grouping.PASS_ROWS)
+
+
+@inlined
+def hidden_values(x, plan, record, active, first_column, last_column, hidden, room):
+    """The hidden values of all pairs of one expert, its stored columns [first_column, last_column)."""
+    expert, start, end = expert_of(plan, active), start_of(plan, active), start_of(plan, active + 1)
+    stride = 4 * field(record, HIDDEN_STRIDE)
+    most = pass_rows(plan, end - start)
+    spare, other, panels = room, room + ROW_BYTES, room + 2 * ROW_BYTES
+    sums = panels + 4 * PAIR_FLOATS
+    totals, prepared = after_sums(plan, record, sums)
+    for begin in range(start, end, most):
+        rows = min(most, end - begin)
+        for projection in range(GATE, DOWN):
+            layer = layer_of(record, expert, projection)
+            for row in range(rows):
+                source = x + 4 * field(layer, INPUTS) * row_of(plan, begin + row)
+                prepare_row(source, layer, prepared + row * ROW_BYTES, rows * ROW_BYTES, spare)
+            if most == 1:
+                chains_of_row(layer, first_column, last_column - first_column, prepared, sums, totals)
+            for column in range(first_column, last_column, BLOCK):
+                place = sums + 4 * (column - first_column)
+                if most > 1:
+                    place = sums
+                    columns = min(BLOCK, last_column - column)
+                    chains_of_rows(layer, column, columns, rows, prepared, sums, totals, panels)
+                count = real_columns(layer, column, last_column)
+                for row in range(rows):
+                    out = hidden + (begin + row) * stride + 4 * column
+                    if projection == GATE:
+                        finish_row(place + row * ROW_BYTES, layer, column, count, out, spare)
+                    else:
+                        finish_row(place + row * ROW_BYTES, layer, column, count, other, spare)
+                        call(field(record, SWISH), (out, other, count))
+
+
+@inlined
+def after_sums(plan, record, sums):
+    """Where the float64 totals and the prepared rows lie that belong to room for `sums`."""
+    floats = max(field(record, MOST_COLUMNS), field(plan, grouping.PASS_ROWS) * BLOCK)
+    return sums + 4 * floats, sums + 12 * floats
+
+
+@inlined
+def hidden_phase(rows, x, plan, record, hidden, shared_weights, room, part, parts):
+    """Hidden values, cut where the work is even; and the shared expert's weights, cut by rows."""
+    total = 0
+    for active in range(field(plan, grouping.ACTIVE)):
+        total += hidden_cost(plan, record, active)
+    low, high = part * total // parts, (part + 1) * total // parts
+    begin = 0
+    for active in range(field(plan, grouping.ACTIVE)):
+        layer = layer_of(record, expert_of(plan, active), GATE)
+        blocks = column_blocks(layer)
+        cost = hidden_cost(plan, record, active)
+        first, last = begins_before(low - begin, cost, blocks), begins_before(high - begin, cost, blocks)
+        if first < last:
+            last_column = min(last * BLOCK, field(layer, TILE_COLUMNS) * TILE)
+            hidden_values(x, plan, record, active, first * BLOCK, last_column, hidden, room)
+        begin += cost
+    shared_gates(x, part * rows // parts, (part + 1) * rows // parts, record, shared_weights, room)
+
+
+@inlined
+def hidden_cost(plan, record, active):
+    """About what the hidden values of one expert cost."""
+    blocks = column_blocks(layer_of(record, expert_of(plan, active), GATE))
+    return (start_of(plan, active + 1) - start_of(plan, active) + DECODING) * blocks
+
+
+@inlined
+def begins_before(bound, cost, blocks):
+    """How many of `blocks` equal pieces of `cost` begin before `bound`."""
+    return min(max(-(-bound * blocks // cost), 0), blocks)
+
+
+@inlined
+def shared_gates(x, first_row, last_row, record, shared_weights, room):
+    """The shared expert's weight for each row: the sigmoid of its gate."""
+    layer = layer_of(record, field(record, ROUTED) + 1, 0)
+    spare, sums = room, room + ROW_BYTES
+    totals = sums + ROW_BYTES
+    prepared = totals + 2 * ROW_BYTES
+    columns = min(field(layer, TILE_COLUMNS) * TILE, BLOCK)
+    for row in range(first_row, last_row):
+        prepare_row(x + 4 * row * field(layer, INPUTS), layer, prepared, ROW_BYTES, spare)
+        chains_of_row(layer, 0, columns, prepared, sums, totals)
+        out = shared_weights + 4 * row
+        finish_row(sums, layer, 0, 1, out, spare)
+        put_float(out, sigmoid32(float_at(out)))
+
+
+@inlined
+def ready_phase(plan, record, hidden, ready, room, part, parts):
+    """The hidden values as the down projections read them."""
+    pairs = field(plan, grouping.PAIRS)
+    first, last = part * pairs // parts, (part + 1) * pairs // parts
+    pair_bytes = field(record, READY_BLOCKS) * ROW_BYTES
+    for active in range(field(plan, grouping.ACTIVE)):
+        start, end = start_of(plan, active), start_of(plan, active + 1)
+        layer = layer_of(record, expert_of(plan, active), DOWN)
+        most = pass_rows(plan, end - start)
+        for pair in range(max(start, first), min(end, last)):
+            begin = start + (pair - start) // most * most
+            target = ready + begin * pair_bytes + (pair - begin) * ROW_BYTES
+            source = hidden + 4 * field(record, HIDDEN_STRIDE) * pair
+            prepare_row(source, layer, target, min(most, end - begin) * ROW_BYTES, room)
+
+
+@inlined
+def weight_of(plan, record, pair, expert, shared_weights):
+    """What a pair's output is multiplied with."""
+    if expert == field(record, ROUTED):
+        return float_at(shared_weights + 4 * row_of(plan, pair))
+    return from_float_bits(np.int32(field(plan, field(plan, grouping.WEIGHTS_AT) + pair)))
+
+
+@inlined
+def add_expert(rows, plan, record, active, first_block, last_block, ready, shared_weights, sum_of_rows, room):
+    """Add one expert's weighted outputs to float64 sums [blocks, rows, 128]."""
+    expert, start, end = expert_of(plan, active), start_of(plan, active), start_of(plan, active + 1)
+    layer = layer_of(record, expert, DOWN)
+    most = pass_rows(plan, end - start)
+    spare, outputs, panels = room, room + ROW_BYTES, room + 2 * ROW_BYTES
+    sums = panels + 4 * PAIR_FLOATS
+    totals, _ = after_sums(plan, record, sums)
+    first_column, last_column = first_block * BLOCK, min(last_block * BLOCK, field(layer, TILE_COLUMNS) * TILE)
+    for begin in range(start, end, most):
+        count = min(most, end - begin)
+        prepared = ready + begin * field(record, READY_BLOCKS) * ROW_BYTES
+        if most == 1:
+            chains_of_row(layer, first_column, last_column - first_column, prepared, sums, totals)
+        for block in range(first_block, last_block):
+            column = block * BLOCK
+            place = sums + 4 * (column - first_column)
+            if most > 1:
+                place = sums
+                columns = min(BLOCK, last_column - column)
+                chains_of_rows(layer, column, columns, count, prepared, sums, totals, panels)
+            for i in range(count):
+                pair = begin + i
+                finish_row(
+                    place + i * ROW_BYTES, layer, column, real_columns(layer, column, last_column), outputs, spare
+                )
+                weight = weight_of(plan, record, pair, expert, shared_weights)
+                target = sum_of_rows + ((block - first_block) * rows + row_of(plan, pair)) * 2 * ROW_BYTES
+                add_terms(weight, outputs, target)
+
+
+@inlined
+def output_phase(rows, y, plan, record, ready, shared_weights, room, part, parts):
+    """The outputs: in each expert shard the experts in ascending order, then the shards, the shared expert last."""
+    shared = layer_of(record, field(record, ROUTED), DOWN)
+    outputs = field(shared, OUTPUTS)
+    blocks = (outputs + BLOCK - 1) // BLOCK
+    first, last, step = part * blocks // parts, (part + 1) * blocks // parts, field(plan, grouping.COLUMN_BLOCKS)
+    all_sums = room
+    shard_sums = all_sums + 2 * ROW_BYTES * step * rows
+    room = shard_sums + 2 * ROW_BYTES * step * rows
+    shared_active = field(plan, grouping.ACTIVE) - 1
+    for first_block in range(first, last, step):
+        last_block = min(first_block + step, last)
+        count = (last_block - first_block) * rows
+        zero_floats(all_sums, 2 * BLOCK * count)
+        active = 0
+        for shard in range(EXPERT_SHARDS):
+            zero_floats(shard_sums, 2 * BLOCK * count)
+            end = (shard + 1) * field(record, SHARD_EXPERTS)
+            while active < shared_active and expert_of(plan, active) < end:
+                arguments = plan, record, active, first_block, last_block, ready, shared_weights, shard_sums, room
+                add_expert(rows, *arguments)
+                active += 1
+            for i in range(count):
+                add_totals(shard_sums + i * 2 * ROW_BYTES, all_sums + i * 2 * ROW_BYTES)
+        arguments = plan, record, shared_active, first_block, last_block, ready, shared_weights, all_sums, room
+        add_expert(rows, *arguments)
+        for block in range(first_block, last_block):
+            real = min(BLOCK, outputs - block * BLOCK)
+            for row in range(rows):
+                source = all_sums + ((block - first_block) * rows + row) * 2 * ROW_BYTES
+                round_totals(source, room)
+                copy_floats(room, y + 4 * (row * outputs + block * BLOCK), real)
+
+
+@cfunc(types.void(*[types.int64] * 9), cache=True)
+def experts_part(rows, x, y, record, plan, scratch, phase, part, parts):
+    """One thread's share of one phase; see `linear.parallel.run_parts`."""
+    pairs = field(plan, grouping.PAIRS)
+    hidden = scratch
+    ready = hidden + 4 * pairs * field(record, HIDDEN_STRIDE)
+    shared_weights = ready + pairs * field(record, READY_BLOCKS) * ROW_BYTES
+    room = scratch + 4 * (field(plan, grouping.SHARED_FLOATS) + part * field(plan, grouping.PART_FLOATS))
+    if phase == 0:
+        hidden_phase(rows, x, plan, record, hidden, shared_weights, room, part, parts)
+    elif phase == 1:
+        ready_phase(plan, record, hidden, ready, room, part, parts)
+    else:
+        output_phase(rows, y, plan, record, ready, shared_weights, room, part, parts)
