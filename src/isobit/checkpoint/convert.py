@@ -159,7 +159,7 @@ def convert(
 
 
 def make_plan(checkpoint: Checkpoint, options: ConvertOptions) -> Plan:
-    """What a conversion of `checkpoint` does, from its headers."""
+    """What a conversion of `checkpoint` does, from its headers; the small plain tensors are read to check them."""
     if checkpoint.config.quantization is not None:
         raise CheckpointError(
             f"{checkpoint.folder} is quantized already (config.json has a quantization_config); start from the "
@@ -217,7 +217,7 @@ def _plan_quantized(plan: Plan, checkpoint: Checkpoint, group: TensorGroup, opti
 
 def _plan_copied(plan: Plan, checkpoint: Checkpoint, group: TensorGroup) -> None:
     if group.kind == "vector":
-        checkpoint.vector(group.name)
+        checkpoint.vector(group.name)  # checks its shape
         infos = {group.suffix: checkpoint.store.info(checkpoint.file_name(group.tensor))}
     elif group.kind == "embedding":
         infos = {".weight": _plain_embedding(checkpoint)}
@@ -225,6 +225,8 @@ def _plan_copied(plan: Plan, checkpoint: Checkpoint, group: TensorGroup) -> None
         infos = {f".{part}": info for part, info in checkpoint.linear_layout(group.name).parts.items()}
     for suffix, info in infos.items():
         plan.outputs[published_name(group.name) + suffix] = _copy(checkpoint, info)
+        for _ in _checked_pieces(checkpoint, info):
+            pass
 
 
 def _plain_embedding(checkpoint: Checkpoint) -> TensorInfo:
@@ -331,16 +333,18 @@ def _from_jobs(keys: list[str], part: str) -> Pieces:
 
 
 def _copy(checkpoint: Checkpoint, info: TensorInfo) -> Output:
-    def pieces(work: WorkFolder) -> Iterator[np.ndarray]:
-        flat = checkpoint.store.map(info.name).reshape(-1)
-        step = COPY_BYTES // flat.itemsize
-        for first in range(0, len(flat), step):
-            piece = flat[first : first + step]
-            if piece.dtype.kind == "f" or info.dtype == "BF16":
-                _check_finite(_widen(piece, info.dtype == "BF16"), info)
-            yield piece
+    return Output(info.dtype, info.shape, lambda work: _checked_pieces(checkpoint, info))
 
-    return Output(info.dtype, info.shape, pieces)
+
+def _checked_pieces(checkpoint: Checkpoint, info: TensorInfo) -> Iterator[np.ndarray]:
+    """A tensor's values in order, as stored; CheckpointError at NaN or infinity."""
+    flat = checkpoint.store.map(info.name).reshape(-1)
+    step = COPY_BYTES // flat.itemsize
+    for first in range(0, len(flat), step):
+        piece = flat[first : first + step]
+        if piece.dtype.kind == "f" or info.dtype == "BF16":
+            _check_finite(_widen(piece, info.dtype == "BF16"), info)
+        yield piece
 
 
 def _widen(values: np.ndarray, bfloat16: bool) -> np.ndarray:
