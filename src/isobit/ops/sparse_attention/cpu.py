@@ -7,18 +7,21 @@ import numpy as np
 from isobit.ops import threads
 from isobit.ops.batch import PAGE_ROWS, AttentionCache, Batch, Selection
 from isobit.ops.buffers import empty
-from isobit.ops.sparse_attention.cpu_read import PART_KEYS, read_few, read_many
-from isobit.ops.sparse_attention.cpu_select import select_few, select_many
+from isobit.ops.lanes import LANES
+from isobit.ops.sparse_attention.cpu_read import PART_KEYS, finish_rows, read_parts
+from isobit.ops.sparse_attention.cpu_select import choose_blocks, score_rows
 from isobit.ops.sparse_attention.cpu_write import write_rows
-from isobit.ops.sparse_attention.kernels import Sizes
+from isobit.ops.sparse_attention.kernels import Sizes, padded
 from isobit.ops.sparse_attention.rotary import rotary_tables
 from isobit.ops.sparse_attention.vectors import GROUP
+from isobit.ops.work import run_split
 
 __all__ = ["attention_cache", "attention_read", "attention_select", "attention_write", "prepare_attention"]
 
-MANY_ROWS = 16  # from here on whole rows are dealt out to the threads, below a row is shared among them
-PRODUCTS_PER_THREAD = 200_000  # fewer multiply-adds than this are done sooner by one thread
+MANY_ROWS = 16  # from here on rows share the scan of the index keys
+TOGETHER = 8  # that many rows
 CACHE_LINE = 64
+SCRATCH_FLOATS = 1 << 22  # rows are computed in chunks whose scratch is about this large
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,7 @@ def prepare_attention(
     _check_sizes(heads, kv_heads, head_dim, index_dim, budget, block, rotary_dim)
     cosines, sines = rotary_tables(int(rotary_dim), float(theta), int(positions))
     kept_blocks = budget // block
-    sizes = Sizes(heads, kv_heads, head_dim, index_heads, index_dim, block, kept_blocks, rotary_dim // 2)
+    sizes = Sizes(heads, kv_heads, head_dim, index_heads, index_dim, block, kept_blocks)
     weights = [_one_plus(weight) for weight in (q_norm, k_norm, index_q_norm, index_k_norm)]
     return Attention(Sizes(*map(int, sizes)), np.float32(eps), *weights, cosines, sines, int(budget))
 
@@ -97,62 +100,81 @@ def _aligned_zeros(shape) -> np.ndarray:
 
 def attention_write(k, v, index_k, handle: Attention, cache: AttentionCache, batch: Batch) -> None:
     """Store the rows' keys, values and raw index keys, and pool the blocks that they finish; in place."""
-    sizes = handle.sizes
-    work = len(k) * (sizes.kv_heads * sizes.head_dim * 4 + sizes.index_dim)
-    write_rows(
-        _parts(work), sizes, handle.eps, k.reshape(-1), v.reshape(-1), index_k.reshape(-1), handle.k_weight,
+    arguments = (
+        handle.sizes, handle.eps, k.reshape(-1), v.reshape(-1), index_k.reshape(-1), handle.k_weight,
         handle.index_k_weight, handle.cosines, handle.sines, batch.segment_of_row, batch.positions, batch.pages,
         cache.keys.reshape(-1), cache.values.reshape(-1), cache.index_raw.reshape(-1), cache.index_pooled.reshape(-1),
     )  # fmt: skip
+    _run_parts(write_rows, k.size * 4, *arguments)
 
 
 def attention_select(
     index_q, handle: Attention, cache: AttentionCache, batch: Batch, keep_scores: bool = False
 ) -> Selection:
     """The blocks each row reads; the rows' own index keys must have been written."""
-    run = select_many if len(index_q) >= MANY_ROWS else select_few
-    return select_with(run, index_q, handle, cache, batch, keep_scores)
+    together = TOGETHER if len(index_q) >= MANY_ROWS else 1
+    return select_together(together, index_q, handle, cache, batch, keep_scores)
 
 
-def select_with(run, index_q, handle: Attention, cache: AttentionCache, batch: Batch, keep_scores: bool) -> Selection:
-    """`attention_select` by the kernel `run`, select_few or select_many."""
+def select_together(together: int, index_q, handle, cache, batch, keep_scores: bool = False) -> Selection:
+    """`attention_select` with scans of the index keys by `together` rows; scans by one row are cut up as well."""
     sizes, rows = handle.sizes, len(index_q)
-    blocks = empty((rows, sizes.kept_blocks), np.int32)
-    counts = empty((rows,), np.int32)
-    most = (int(batch.positions.max(initial=-1)) + 1) // sizes.block
-    kept_starts = np.zeros(rows + 1, np.int64)
-    if keep_scores:
-        np.cumsum((batch.positions + 1) // sizes.block, out=kept_starts[1:])
-    kept = empty((int(kept_starts[-1]),), np.float32)
-    work = rows * most * sizes.index_heads * sizes.index_dim if most > sizes.kept_blocks or keep_scores else 0
-    run(
-        _parts(work), sizes, handle.eps, index_q.reshape(-1), handle.index_q_weight, handle.cosines, handle.sines,
-        batch.starts, batch.segment_of_row, batch.positions, batch.pages, cache.index_pooled.reshape(-1),
-        -(-most // GROUP) * GROUP, keep_scores, kept, kept_starts, blocks, counts,
-    )  # fmt: skip
-    scores = np.split(kept, kept_starts[1:-1]) if keep_scores else None
+    blocks, counts = empty((rows, sizes.kept_blocks), np.int32), empty((rows,), np.int32)
+    most = (_highest_position(batch) // (sizes.block * GROUP) + 1) * GROUP
+    scored = most > sizes.kept_blocks or keep_scores
+    scores: list[np.ndarray] | None = [] if keep_scores else None
+    query = index_q.reshape(-1)
+    for first, last in _chunks(rows, most if scored else 1):
+        totals = np.empty((last - first, most), np.float32)
+        if scored:
+            span = most if together > 1 else max(GROUP, -(-most // threads() // GROUP) * GROUP)
+            work = (last - first) * most * sizes.index_heads * sizes.index_dim // 4
+            _run_parts(
+                score_rows, work, sizes, handle.eps, query, handle.index_q_weight, handle.cosines, handle.sines,
+                batch.starts, batch.positions, batch.pages, cache.index_pooled.reshape(-1),
+                first, last, together, span, totals,
+            )  # fmt: skip
+        _run_parts(choose_blocks, totals.size * 4, sizes, batch.positions, first, last, totals, blocks, counts)
+        if scores is not None:
+            finished = (batch.positions[first:last] + 1) // sizes.block
+            scores += [row[:count].copy() for row, count in zip(totals, finished, strict=True)]
     return Selection(blocks, counts, scores)
 
 
 def attention_read(q_gate, selection: Selection, handle: Attention, cache: AttentionCache, batch: Batch) -> np.ndarray:
     """Attend over the selected keys; float32 [R, heads * head_dim], times the sigmoid of the gates."""
-    run = read_many if len(q_gate) >= MANY_ROWS else read_few
-    return read_with(run, q_gate, selection, handle, cache, batch)
-
-
-def read_with(run, q_gate, selection, handle: Attention, cache: AttentionCache, batch: Batch) -> np.ndarray:
-    """`attention_read` by the kernel `run`, read_few or read_many."""
     sizes, rows = handle.sizes, len(q_gate)
     out = empty((rows, sizes.heads * sizes.head_dim))
-    most_keys = min(int(batch.positions.max(initial=0)) + 1, handle.budget + sizes.block - 1)
-    run(
-        _parts(rows * most_keys * sizes.heads * sizes.head_dim * 2), sizes, handle.eps, q_gate.reshape(-1),
-        handle.q_weight, handle.cosines, handle.sines, batch.segment_of_row, batch.positions, batch.pages,
-        cache.keys.reshape(-1), cache.values.reshape(-1), selection.blocks, selection.counts,
-        -(-most_keys // PART_KEYS), out.reshape(-1),
-    )  # fmt: skip
+    most_keys = min(_highest_position(batch) + 1, (sizes.kept_blocks + 1) * sizes.block - 1)
+    most_parts = -(-most_keys // PART_KEYS)
+    row_floats = sizes.heads * most_parts * (LANES + padded(sizes.head_dim))
+    q_gate, flat_out = q_gate.reshape(-1), out.reshape(-1)
+    keys, values = cache.keys.reshape(-1), cache.values.reshape(-1)
+    for first, last in _chunks(rows, row_floats):
+        records = np.empty((last - first) * row_floats, np.float32)
+        _run_parts(
+            read_parts, (last - first) * most_keys * sizes.heads * sizes.head_dim // 2, sizes, handle.eps, q_gate,
+            handle.q_weight, handle.cosines, handle.sines, batch.segment_of_row, batch.positions, batch.pages,
+            keys, values, selection.blocks, selection.counts, first, last, most_parts, records,
+        )  # fmt: skip
+        _run_parts(
+            finish_rows, records.size * 2, sizes, q_gate, batch.positions, selection.counts,
+            first, last, most_parts, records, flat_out,
+        )  # fmt: skip
     return out
 
 
-def _parts(products: int) -> int:
-    return max(1, min(threads(), products // PRODUCTS_PER_THREAD))
+def _highest_position(batch: Batch) -> int:
+    return int(batch.positions.max(initial=0))
+
+
+def _chunks(rows: int, row_floats: int) -> list[tuple[int, int]]:
+    """Consecutive ranges of rows whose scratch stays near SCRATCH_FLOATS, in whole scans of TOGETHER rows."""
+    size = max(1, SCRATCH_FLOATS // row_floats // TOGETHER) * TOGETHER
+    return [(first, min(first + size, rows)) for first in range(0, rows, size)]
+
+
+def _run_parts(kernel, work: int, *arguments) -> None:
+    """Run a kernel that deals its units of work out to as many parts as there are threads."""
+    parts = threads()
+    run_split(kernel, work, parts, *arguments, parts)

@@ -1,115 +1,63 @@
 """Choosing the blocks that rows read: scores of all finished blocks, then the best of them."""
 
 import numpy as np
-from numba import njit, prange
+from numba import njit
 
 from isobit.ops.batch import PAGE_ROWS
 from isobit.ops.scalar import ONE, ZERO, float_bits, scalar_function
-from isobit.ops.sparse_attention.kernels import norm_and_rotate, padded
+from isobit.ops.sparse_attention.kernels import NEGATIVE_ZERO, filled, norm_and_rotate, padded
 from isobit.ops.sparse_attention.vectors import GROUP, dots
 
-ROW_GROUP = 8  # rows of one segment that share a scan of the pooled keys
 BINS = 2048  # of the first of the three radix passes over a score's 31 bits
-NEGATIVE_ZERO = np.float32(-0.0)
 
 
-@njit(nogil=True, cache=True, error_model="numpy", parallel=True)
-def select_few(
-    parts, sizes, eps, queries, weight, cosines, sines, starts, segments, positions, pages, pooled,
-    stride, keep, kept, kept_starts, blocks, counts,
+@njit(nogil=True, cache=True, error_model="numpy")
+def score_rows(
+    sizes, eps, index_q, weight, cosines, sines, starts, positions, pages, pooled,
+    first_row, last_row, together, span, totals, parts, first_part, last_part,
 ):  # fmt: skip
-    """All parts share each row's scan: part i scores the i-th range of its blocks."""
-    totals = np.empty(len(positions) * stride, np.float32)
-    for part in prange(parts):
-        work = _new_work(sizes)
-        for row in range(len(positions)):
-            finished = (np.int64(positions[row]) + 1) // sizes.block
-            if finished <= sizes.kept_blocks and not keep:
-                continue
-            share = (finished + parts * GROUP - 1) // (parts * GROUP) * GROUP
-            first = part * share
-            last = min(first + share, finished)
-            if first < last:
-                _norm_queries(sizes, eps, queries, row, 1, weight, cosines, sines, positions, work)
-                _score_blocks(sizes, 1, pooled, pages, segments[row], first, last, work, totals, row * stride, stride)
-    for part in prange(parts):
-        bins = np.empty(BINS, np.int32)
-        for row in range(part, len(positions), parts):
-            finished = (np.int64(positions[row]) + 1) // sizes.block
-            _finish_row(sizes, row, finished, totals, row * stride, keep, kept, kept_starts, bins, blocks, counts)
+    """totals[row - first_row, b] = the score of finished block b, for rows first_row to last_row - 1.
 
-
-@njit(nogil=True, cache=True, error_model="numpy", parallel=True)
-def select_many(
-    parts, sizes, eps, queries, weight, cosines, sines, starts, segments, positions, pages, pooled,
-    stride, keep, kept, kept_starts, blocks, counts,
-):  # fmt: skip
-    """Groups of a segment's rows share a scan; the groups are dealt out to the parts in turn."""
-    for part in prange(parts):
-        work = _new_work(sizes)
-        bins = np.empty(BINS, np.int32)
-        totals = np.empty(ROW_GROUP * stride, np.float32)
-        group = 0
-        for segment in range(len(starts) - 1):
-            for first_row in range(starts[segment], starts[segment + 1], ROW_GROUP):
-                group += 1
-                if group % parts != part:
-                    continue
-                members = min(ROW_GROUP, starts[segment + 1] - first_row)
-                finished = (np.int64(positions[first_row + members - 1]) + 1) // sizes.block
-                if finished > sizes.kept_blocks or keep:
-                    _norm_queries(sizes, eps, queries, first_row, members, weight, cosines, sines, positions, work)
-                    _score_blocks(sizes, members, pooled, pages, segment, 0, finished, work, totals, 0, stride)
-                for member in range(members):
-                    row = first_row + member
-                    finished = (np.int64(positions[row]) + 1) // sizes.block
-                    at = member * stride
-                    _finish_row(sizes, row, finished, totals, at, keep, kept, kept_starts, bins, blocks, counts)
-
-
-@scalar_function
-def _new_work(sizes):
-    """Scratch of one part: normed queries, a tile of padded keys, their offsets, eight dot products, lanes."""
-    width = padded(sizes.index_dim)
-    queries = np.full(ROW_GROUP * sizes.index_heads * width, NEGATIVE_ZERO, np.float32)
-    tile = np.zeros(GROUP * width, np.float32)
-    return queries, tile, np.empty(GROUP, np.int64), np.empty(GROUP, np.float32), np.empty(32, np.float32)
-
-
-@scalar_function
-def _norm_queries(sizes, eps, queries, first_row, members, weight, cosines, sines, positions, work):
-    normed, _, _, _, lanes = work
-    width = padded(sizes.index_dim)
-    for member in range(members):
-        row = first_row + member
-        for head in range(sizes.index_heads):
-            source = (row * sizes.index_heads + head) * sizes.index_dim
-            target = (member * sizes.index_heads + head) * width
-            norm_and_rotate(queries, source, weight, eps, cosines, sines, positions[row], normed, target, lanes)
-
-
-@scalar_function
-def _score_blocks(sizes, members, pooled, pages, segment, first, last, work, totals, totals_at, stride):
-    """totals[totals_at + member*stride + b] = the score of block b, first <= b < last, for each member row."""
-    normed, tile, offsets, products, _ = work
-    width = padded(sizes.index_dim)
+    The work is cut into `together` rows of one segment by `span` blocks (a multiple of 8), dealt out to the parts.
+    Columns up to the next multiple of 8 are written too. Values of `together` and `span` change no byte.
+    """
+    width, heads = padded(sizes.index_dim), sizes.index_heads
+    queries = filled(together * heads * width, NEGATIVE_ZERO)
+    tile = filled(GROUP * width, ZERO)
+    source = pooled if width == sizes.index_dim else tile
+    offsets = np.empty(GROUP, np.int64)
+    products, sums = np.empty(GROUP, np.float32), np.empty(GROUP, np.float32)
     scale = ONE / np.sqrt(np.float32(sizes.index_dim))
-    source = pooled
-    if width != sizes.index_dim:
-        source = tile
-    for tile_first in range(first, last, GROUP):
-        _locate_keys(sizes, pages, segment, tile_first, last, offsets)
-        if width != sizes.index_dim:
-            _copy_keys(sizes, pooled, tile, width, offsets)
-        for member in range(members):
-            at = totals_at + member * stride + tile_first
-            totals[at : at + GROUP] = ZERO
-            for head in range(sizes.index_heads):
-                dots(normed, (member * sizes.index_heads + head) * width, source, offsets, width, products, 0)
-                for i in range(GROUP):
-                    totals[at + i] += products[i] if products[i] > ZERO else ZERO
-            for i in range(GROUP):
-                totals[at + i] *= scale
+    unit = 0
+    for segment in range(len(starts) - 1):
+        segment_first, segment_last = max(starts[segment], first_row), min(starts[segment + 1], last_row)
+        for group_first in range(segment_first, segment_last, together):
+            group_last = min(group_first + together, segment_last)
+            finished = (np.int64(positions[group_last - 1]) + 1) // sizes.block
+            for span_first in range(0, finished, span):
+                unit += 1
+                if not first_part <= unit % parts < last_part:
+                    continue
+                _norm_queries(sizes, eps, index_q, weight, cosines, sines, positions, group_first, group_last, queries)
+                for tile_first in range(span_first, min(span_first + span, finished), GROUP):
+                    _locate_keys(sizes, pages, segment, tile_first, finished, offsets)
+                    if width != sizes.index_dim:
+                        _copy_keys(sizes, pooled, tile, width, offsets)
+                    for member in range(group_last - group_first):
+                        row = group_first + member - first_row
+                        at = member * heads * width
+                        _score_tile(at, heads, width, queries, source, offsets, products, sums)
+                        for i in range(GROUP):
+                            totals[row, tile_first + i] = sums[i] * scale
+
+
+@scalar_function
+def _norm_queries(sizes, eps, index_q, weight, cosines, sines, positions, first_row, last_row, queries):
+    width = padded(sizes.index_dim)
+    for head in range(first_row * sizes.index_heads, last_row * sizes.index_heads):
+        target = (head - first_row * sizes.index_heads) * width
+        position = np.int64(positions[head // sizes.index_heads])
+        norm_and_rotate(index_q, head * sizes.index_dim, weight, eps, cosines, sines, position, queries, target)
 
 
 @scalar_function
@@ -131,47 +79,57 @@ def _copy_keys(sizes, pooled, tile, width, offsets):
 
 
 @scalar_function
-def _finish_row(sizes, row, finished, totals, at, keep, kept, kept_starts, bins, blocks, counts):
-    """Write a row's selection, and its scores if they are kept."""
-    if keep:
+def _score_tile(at, heads, width, queries, keys, offsets, products, sums):
+    """sums[i] = the sum over heads of the positive parts of the dot products with the i-th of eight keys."""
+    for i in range(GROUP):
+        sums[i] = ZERO
+    for head in range(heads):
+        dots(queries, at + head * width, keys, offsets, width, products)
+        for i in range(GROUP):
+            sums[i] += products[i] if products[i] > ZERO else ZERO
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def choose_blocks(sizes, positions, first_row, last_row, totals, blocks, counts, parts, first_part, last_part):
+    """The kept blocks of rows first_row to last_row - 1, ascending, then -1; all finished ones if they are no more."""
+    bins = np.empty(BINS, np.int32)
+    kept = sizes.kept_blocks
+    for row in range(first_row, last_row):
+        if not first_part <= row % parts < last_part:
+            continue
+        finished = (np.int64(positions[row]) + 1) // sizes.block
+        threshold, spare = np.int32(-1), 0
+        if finished > kept:
+            threshold, spare = _threshold(totals, row - first_row, finished, kept, bins)
+        count = 0
         for block in range(finished):
-            kept[kept_starts[row] + block] = totals[at + block]
-    count = min(finished, sizes.kept_blocks)
-    counts[row] = count
-    if finished <= sizes.kept_blocks:
-        for block in range(finished):
-            blocks[row, block] = block
-    else:
-        _take_best(totals, at, finished, count, bins, blocks, row)
-    for i in range(count, blocks.shape[1]):
-        blocks[row, i] = -1
+            key = float_bits(totals[row - first_row, block]) if finished > kept else np.int32(0)
+            equal = key == threshold and spare > 0
+            spare -= equal
+            if equal or key > threshold:
+                blocks[row, count] = block
+                count += 1
+        counts[row] = count
+        for i in range(count, kept):
+            blocks[row, i] = -1
 
 
 @scalar_function
-def _take_best(scores, at, count, best, bins, blocks, row):
-    """The `best` largest of count scores (none negative), ascending by place; ties go to the lower place."""
+def _threshold(totals, row, count, best, bins):
+    """(bits of the `best`-th largest of a row's scores, how many equal ones belong to the best); none is negative."""
     threshold = np.int32(0)
-    at_threshold = best
     for step in range(3):
-        shift = np.int32(20 - 10 * step)
-        width = np.int32(11 if step == 0 else 10)
-        mask = np.int32((1 << width) - 1)
-        bins[: mask + 1] = 0
+        shift, width = np.int32(20 - 10 * step), np.int32(11 if step == 0 else 10)
+        highest = np.int32((1 << width) - 1)
+        for digit in range(highest + 1):
+            bins[digit] = 0
         for i in range(count):
-            key = float_bits(scores[at + i])
-            if (key >> shift) >> width == threshold:
-                bins[(key >> shift) & mask] += 1
-        digit = mask
-        while bins[digit] < at_threshold:
-            at_threshold -= bins[digit]
+            key = float_bits(totals[row, i]) >> shift
+            if key >> width == threshold:
+                bins[key & highest] += 1
+        digit = highest
+        while bins[digit] < best:
+            best -= bins[digit]
             digit -= 1
         threshold = (threshold << width) | digit
-    taken = 0
-    for i in range(count):
-        key = float_bits(scores[at + i])
-        equal = key == threshold and at_threshold > 0
-        if equal:
-            at_threshold -= 1
-        if equal or key > threshold:
-            blocks[row, taken] = i
-            taken += 1
+    return threshold, best

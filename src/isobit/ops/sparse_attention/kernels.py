@@ -3,9 +3,12 @@
 from typing import NamedTuple
 
 import numpy as np
+from numba import njit
 
-from isobit.ops.scalar import fma32, rsqrt32, scalar_function
-from isobit.ops.sparse_attention.vectors import LANES
+from isobit.ops.lanes import LANES, lane_dot_at
+from isobit.ops.scalar import rsqrt32, scalar_function
+
+NEGATIVE_ZERO = np.float32(-0.0)
 
 
 class Sizes(NamedTuple):
@@ -18,7 +21,6 @@ class Sizes(NamedTuple):
     index_dim: int
     block: int
     kept_blocks: int
-    half_rotary: int
 
 
 @scalar_function
@@ -28,29 +30,19 @@ def padded(width):
 
 
 @scalar_function
-def sum_of_squares(x, at, width, lanes):
-    """The lane sum of x[at:][:width] squared; `lanes` is scratch, float32 [32]."""
-    lanes[:] = np.float32(0.0)
-    whole = width // LANES * LANES
-    for start in range(at, at + whole, LANES):
-        for lane in range(LANES):
-            lanes[lane] = fma32(x[start + lane], x[start + lane], lanes[lane])
-    for lane in range(width - whole):
-        value = x[at + whole + lane]
-        lanes[lane] = fma32(value, value, lanes[lane])
-    half = LANES // 2
-    while half > 0:
-        for lane in range(half):
-            lanes[lane] += lanes[lane + half]
-        half //= 2
-    return lanes[0]
+def filled(count, value):
+    """A new float32 array of `count` elements, all `value`."""
+    array = np.empty(count, np.float32)
+    for i in range(count):
+        array[i] = value
+    return array
 
 
-@scalar_function
-def norm_and_rotate(x, at, weight, eps, cosines, sines, position, out, out_at, lanes):
+@njit(nogil=True, error_model="numpy")
+def norm_and_rotate(x, at, weight, eps, cosines, sines, position, out, out_at):
     """out[out_at:] = x[at:] over the weight's width, normed (weight holds 1 + w) and rotated at `position`."""
     width = len(weight)
-    inverse = rsqrt32(sum_of_squares(x, at, width, lanes) / np.float32(width) + eps)
+    inverse = rsqrt32(lane_dot_at(x, at, x, at, width) / np.float32(width) + eps)
     for i in range(width):
         out[out_at + i] = (x[at + i] * inverse) * weight[i]
     half = cosines.shape[1]

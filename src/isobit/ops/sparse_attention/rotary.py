@@ -4,20 +4,22 @@ from decimal import Decimal, localcontext
 from functools import lru_cache
 
 import numpy as np
-from numba import njit, prange
+from numba import njit
 
-from isobit.ops import threads
 from isobit.ops.scalar import sincos64
+from isobit.ops.work import run_split
 
 DIGITS = 60  # far more than a float32 needs to be rounded exactly
+ANGLE_WORK = 64  # element operations that one angle costs
 
 
 @lru_cache(maxsize=4)
 def rotary_tables(rotary_dim: int, theta: float, positions: int) -> tuple[np.ndarray, np.ndarray]:
-    """(cos, sin), float32 [positions, rotary_dim / 2], of the angles float32(position) * inv_freq; layers share them."""
+    """(cos, sin) of the angles float32(position) * inv_freq, float32 [positions, rotary_dim / 2]; layers share them."""
     cosines = np.empty((positions, rotary_dim // 2), np.float32)
     sines = np.empty_like(cosines)
-    _fill_tables(threads(), inverse_frequencies(rotary_dim, theta), cosines, sines)
+    inverse = inverse_frequencies(rotary_dim, theta)
+    run_split(fill_tables, cosines.size * ANGLE_WORK, positions, inverse, cosines, sines)
     return cosines, sines
 
 
@@ -35,11 +37,11 @@ def _nearest_float32(value: Decimal) -> np.float32:
     return min(candidates, key=lambda candidate: abs(Decimal(float(candidate)) - value))
 
 
-@njit(nogil=True, cache=True, error_model="numpy", parallel=True)
-def _fill_tables(parts, inverse, cosines, sines):
-    for part in prange(parts):
-        for position in range(part, cosines.shape[0], parts):
-            for i in range(len(inverse)):
-                sine, cosine = sincos64(np.float64(np.float32(position) * inverse[i]))
-                cosines[position, i] = np.float32(cosine)
-                sines[position, i] = np.float32(sine)
+@njit(nogil=True, cache=True, error_model="numpy")
+def fill_tables(inverse, cosines, sines, first, last):
+    """Positions first to last - 1 of the tables; the float64 functions are rounded to float32 once."""
+    for position in range(first, last):
+        for i in range(len(inverse)):
+            sine, cosine = sincos64(np.float64(np.float32(position) * inverse[i]))
+            cosines[position, i] = np.float32(cosine)
+            sines[position, i] = np.float32(sine)

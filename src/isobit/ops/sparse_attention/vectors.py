@@ -9,7 +9,8 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-LANES = 32
+from isobit.ops.lanes import LANES
+
 GROUP = 8  # keys whose dot products one call of `dots` gives
 
 _float = ir.FloatType()
@@ -78,14 +79,14 @@ def _zero_lanes(builder):
 
 
 @intrinsic
-def dots(typingctx, query, query_at, keys, keys_at, width, out, out_at):
-    """out[out_at + i] = lane sum of query[query_at:][:width] * keys[keys_at[i]:][:width], for i = 0..7.
+def dots(typingctx, query, query_at, keys, keys_at, width, out):
+    """out[i] = lane sum of query[query_at:][:width] * keys[keys_at[i]:][:width], for i = 0..7.
 
     All arrays are one-dimensional float32, keys_at int64 [8]; width is a multiple of 32.
     """
 
     def codegen(context, builder, signature, args):
-        query, query_at, keys, keys_at, width, out, out_at = args
+        query, query_at, keys, keys_at, width, out = args
         query_data = builder.gep(_data(context, builder, signature.args[0], query), [query_at])
         keys_data = _data(context, builder, signature.args[2], keys)
         offsets = _data(context, builder, signature.args[3], keys_at)
@@ -104,16 +105,16 @@ def dots(typingctx, query, query_at, keys, keys_at, width, out, out_at):
                     builder.store(_fma(builder, left, right, builder.load(accumulator)), accumulator)
             sums += [_fold(builder, builder.load(accumulator)) for accumulator in accumulators]
         out_data = _data(context, builder, signature.args[5], out)
-        _store(builder, out_data, out_at, _fold_together(builder, sums))
+        _store(builder, out_data, ir.Constant(_index, 0), _fold_together(builder, sums))
         return context.get_dummy_value()
 
     flat, offsets = types.Array(types.float32, 1, "C"), types.Array(types.int64, 1, "C")
-    return types.void(flat, types.int64, flat, offsets, types.int64, flat, types.int64), codegen
+    return types.void(flat, types.int64, flat, offsets, types.int64, flat), codegen
 
 
 @intrinsic
 def add_weighted(typingctx, out, out_at, width, weights, weights_at, count, rows, rows_at, stride):
-    """out[out_at + d] = the chain of weights[weights_at + i] * rows[rows_at + i*stride + d], i < count, from out's value.
+    """out[out_at + d] continues as the chain of weights[weights_at + i] * rows[rows_at + i*stride + d], i < count.
 
     All arrays are one-dimensional float32; width is a multiple of 32.
     """
@@ -150,25 +151,39 @@ def add_weighted(typingctx, out, out_at, width, weights, weights_at, count, rows
 
 
 @intrinsic
-def widen(typingctx, halves, halves_at, width, out, out_at):
-    """out[out_at:][:width] = the float32 values of the binary16 bits halves[halves_at:][:width] (exact)."""
+def widen_rows(typingctx, halves, places, places_at, count, width, out, stride):
+    """out[i*stride:][:width] = the float32 values of the binary16 bits halves[places[places_at + i]:], for i < count.
+
+    Exact. halves: uint16, places: int64, out: float32, all one-dimensional; any width.
+    """
 
     def codegen(context, builder, signature, args):
-        halves, halves_at, width, out, out_at = args
-        source = builder.gep(_data(context, builder, signature.args[0], halves), [halves_at])
-        target = builder.gep(_data(context, builder, signature.args[3], out), [out_at])
-        half_lanes = ir.VectorType(ir.HalfType(), LANES)
-        whole = builder.udiv(width, ir.Constant(_index, LANES))
-        with cgutils.for_range(builder, whole, intp=_index) as loop:
-            offset = builder.mul(loop.index, ir.Constant(_index, LANES))
-            bits = _load(builder, source, offset, ir.VectorType(ir.IntType(16), LANES))
-            _store(builder, target, offset, builder.fpext(builder.bitcast(bits, half_lanes), _lanes))
-        done = builder.mul(whole, ir.Constant(_index, LANES))
-        with cgutils.for_range(builder, builder.sub(width, done), intp=_index) as loop:
-            offset = builder.add(done, loop.index)
-            value = builder.bitcast(builder.load(builder.gep(source, [offset])), ir.HalfType())
-            builder.store(builder.fpext(value, _float), builder.gep(target, [offset]))
+        halves, places, places_at, count, width, out, stride = args
+        source = _data(context, builder, signature.args[0], halves)
+        first_place = builder.gep(_data(context, builder, signature.args[1], places), [places_at])
+        target = _data(context, builder, signature.args[5], out)
+
+        def row(index, column):
+            place = builder.load(builder.gep(first_place, [index]))
+            return builder.add(place, column), builder.add(builder.mul(index, stride), column)
+
+        groups = builder.udiv(width, ir.Constant(_index, LANES))
+        with cgutils.for_range(builder, groups, intp=_index) as group:
+            column = builder.mul(group.index, ir.Constant(_index, LANES))
+            with cgutils.for_range(builder, count, intp=_index) as loop:
+                source_at, target_at = row(loop.index, column)
+                bits = _load(builder, source, source_at, ir.VectorType(ir.IntType(16), LANES))
+                wide = builder.fpext(builder.bitcast(bits, ir.VectorType(ir.HalfType(), LANES)), _lanes)
+                _store(builder, target, target_at, wide)
+        done = builder.mul(groups, ir.Constant(_index, LANES))
+        with cgutils.for_range(builder, builder.sub(width, done), intp=_index) as rest:
+            column = builder.add(done, rest.index)
+            with cgutils.for_range(builder, count, intp=_index) as loop:
+                source_at, target_at = row(loop.index, column)
+                value = builder.bitcast(builder.load(builder.gep(source, [source_at])), ir.HalfType())
+                builder.store(builder.fpext(value, _float), builder.gep(target, [target_at]))
         return context.get_dummy_value()
 
-    halves_type, flat = types.Array(types.uint16, 1, "C"), types.Array(types.float32, 1, "C")
-    return types.void(halves_type, types.int64, types.int64, flat, types.int64), codegen
+    flat = types.Array(types.float32, 1, "C")
+    arrays = types.Array(types.uint16, 1, "C"), types.Array(types.int64, 1, "C")
+    return types.void(*arrays, types.int64, types.int64, types.int64, flat, types.int64), codegen
