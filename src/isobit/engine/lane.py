@@ -43,7 +43,7 @@ class Ticket:
 
 @dataclass
 class Lane:
-    """A request that is being served. `limit`: the most reply tokens; `segment_rows`: the most prompt rows a forward."""
+    """A request being served. `limit`: the most reply tokens; `segment_rows`: the most prompt rows of a forward."""
 
     ticket: Ticket
     stream: Stream

@@ -119,7 +119,7 @@ class NgramInjection:
 
 @dataclass(frozen=True)
 class Layer:
-    """One decoder layer: [n-gram injection], a mixer (DeltaNet or attention) and experts, each between a gated read and write."""
+    """A decoder layer: [n-gram injection], DeltaNet or attention, and experts, both between a gated read and write."""
 
     name: str
     ngram: NgramInjection | None

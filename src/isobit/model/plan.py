@@ -9,7 +9,7 @@ from isobit.model.state import Stream
 
 @dataclass(frozen=True)
 class Segment:
-    """The next `tokens` of a stream, from its current position on. `logits`: for its last row only, or for every row."""
+    """The next `tokens` of a stream, from its position on. `logits`: for its "last" row, "all" rows or "none"."""
 
     stream: Stream
     tokens: tuple[int, ...]
