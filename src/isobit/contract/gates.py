@@ -1,16 +1,23 @@
 """The four gates. Each returns None when the implementation passes, or what is wrong in one line."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
 
-from isobit.contract.plans import Schedule, schedules, serial, together
-from isobit.ops import buffers
-from isobit.ops.contract import Case, Op, Outputs
+from isobit.contract.compare import as_bytes, fingerprint, first_difference, place_of_first
+from isobit.contract.guards import GuardedMemory
+from isobit.contract.plans import QUICK_SIZES, Schedule, batches, mixed, schedules, serial, together
+from isobit.ops import set_threads, threads
+from isobit.ops.contract import Case, Op, Outputs, Span
+from isobit.ops.work import forced_pieces
 
-GUARD = 256  # bytes before and after each guarded buffer
-Gate = Callable[[Op, str, Case, np.random.Generator], str | None]
+Gate = Callable[..., str | None]  # (op, implementation, case, rng, sizes) -> problem
+
+POISONS = (0xA5, 0x5A, 0xFF)
+THREADS = (1, 2)
+MOST_STREAMS = 6  # that are run alone to see what each of them writes
 
 
 @dataclass(frozen=True)
@@ -24,71 +31,155 @@ class Run:
 def execute(op: Op, implementation: str, case: Case, schedule: Schedule) -> Run:
     """Run the schedule from fresh state and put the output rows in stream order."""
     state = op.begin(case)
-    offsets = np.concatenate([[0], np.cumsum(case.rows)]).astype(int)
     collected: Outputs = {}
     for plan in schedule:
-        outputs = op.call(implementation, case, state, plan)
-        rows = np.concatenate([offsets[s.stream] + np.arange(s.first, s.first + s.count) for s in plan])
-        for name, values in outputs.items():
-            values = np.asarray(values)
-            if len(values) != len(rows):
-                raise ValueError(f"{op.name}: output {name} has {len(values)} rows for a plan of {len(rows)}")
+        rows = rows_of(case, plan)
+        for name, values in checked_call(op, implementation, case, state, plan).items():
             if name not in collected:
-                collected[name] = np.zeros((offsets[-1], *values.shape[1:]), values.dtype)
+                collected[name] = np.zeros((sum(case.rows), *values.shape[1:]), values.dtype)
             collected[name][rows] = values
-    final = {name: np.array(value) for name, value in op.final_state(case, state).items()}
-    return Run(collected, final)
+    return Run(collected, final_state(op, case, state))
 
 
-def reference_gate(op: Op, implementation: str, case: Case, rng: np.random.Generator) -> str | None:
-    """Gate 1: within the stated limit of the float64 reference."""
+def checked_call(op: Op, implementation: str, case: Case, state, plan: Sequence[Span]) -> Outputs:
+    """One call; raises ValueError when an output has not one row for every row of the plan."""
+    outputs = {name: np.asarray(values) for name, values in op.call(implementation, case, state, plan).items()}
+    expected = sum(span.count for span in plan)
+    for name, values in outputs.items():
+        if len(values) != expected:
+            raise ValueError(f"{op.name}: output {name} has {len(values)} rows for a plan of {expected}")
+    return outputs
+
+
+def rows_of(case: Case, plan: Sequence[Span]) -> np.ndarray:
+    """int [R], where the plan's rows stand among all rows of the case, stream after stream."""
+    offsets = np.concatenate([[0], np.cumsum(case.rows)]).astype(int)
+    return np.concatenate([offsets[span.stream] + np.arange(span.first, span.first + span.count) for span in plan])
+
+
+def final_state(op: Op, case: Case, state) -> Outputs:
+    """A copy of what the calls left behind."""
+    return {name: np.array(value) for name, value in op.final_state(case, state).items()}
+
+
+def reference_gate(op: Op, implementation: str, case: Case, rng, sizes: Sequence[int] = QUICK_SIZES) -> str | None:
+    """Gate 1: within the stated limit of the float64 reference; not finite exactly where the reference is not."""
     outputs = execute(op, implementation, case, together(case)).outputs
-    reference = op.reference(case)
-    limits = op.error_limit(case, reference)
-    for name, expected in reference.items():
-        actual = outputs[name].astype(np.float64)
-        finite = np.isfinite(expected)
-        with np.errstate(invalid="ignore", over="ignore"):
-            within = np.abs(actual - expected) <= limits[name]
-        wrong = np.where(finite, ~within, np.isfinite(actual) & ~(np.isinf(expected) & within))
-        if wrong.any():
-            place = tuple(int(i) for i in np.argwhere(wrong)[0])
-            return f"{name}{list(place)} is {actual[place]!r}, the reference {expected[place]!r}"
+    with np.errstate(all="ignore"):
+        reference = op.reference(case)
+        limits = op.error_limit(case, reference)
+        for name, expected in reference.items():
+            wrong = ~acceptable(outputs[name], expected, np.asarray(limits[name]))
+            if wrong.any():
+                place = tuple(place_of_first(wrong))
+                return f"{name}{list(place)} is {outputs[name][place]!r}, the reference {expected[place]!r}"
     return None
 
 
-def rows_gate(op: Op, implementation: str, case: Case, rng: np.random.Generator) -> str | None:
-    """Gate 2: each row has the bytes it has alone, in every batch, place and company; the state too."""
-    alone = execute(op, implementation, case, serial(case))
-    for schedule in schedules(case, rng):
-        difference = first_difference(alone, execute(op, implementation, case, schedule))
-        if difference:
-            sizes = sorted({sum(span.count for span in plan) for plan in schedule})
-            return f"{difference} in calls of {sizes[:8]} rows differs from the row alone"
+def acceptable(actual: np.ndarray, expected: np.ndarray, limit: np.ndarray) -> np.ndarray:
+    """bool: within the limit, or equally infinite, or both NaN. What float32 cannot hold may be infinite."""
+    values, expected = actual.astype(np.float64), np.asarray(expected, np.float64)
+    if actual.dtype == np.float32:
+        overflows = np.isinf(values) & (np.abs(expected) + limit > np.finfo(np.float32).max)
+        expected = np.where(overflows, np.copysign(np.inf, expected), expected)
+    same = (values == expected) | (np.isnan(values) & np.isnan(expected))
+    return same | (np.abs(values - expected) <= limit)
+
+
+def rows_gate(op: Op, implementation: str, case: Case, rng, sizes: Sequence[int] = QUICK_SIZES) -> str | None:
+    """Gate 2: each row has the bytes it has alone, in every batch, place and company, on any number of threads."""
+    with on_threads(1):
+        alone = execute(op, implementation, case, serial(case))
+    every_size = sorted({*sizes, *edges(op)})
+    has_state = bool(alone.state) or max(case.rows) > 1
+    for number, schedule in enumerate((schedules if has_state else batches)(case, rng, every_size)):
+        for count in THREADS if number == 0 else THREADS[number % 2 :][:1]:
+            with on_threads(count):
+                problem = differs_from(alone, op, implementation, case, schedule)
+            if problem:
+                return f"{problem}, {count} threads, differs from the row alone"
     return None
 
 
-def replaces_gate(op: Op, implementation: str, case: Case, rng: np.random.Generator) -> str | None:
-    """Gate 3: the bytes of the implementation it replaces, the first of the op's list."""
-    oracle = execute(op, op.implementations[0], case, together(case))
-    difference = first_difference(oracle, execute(op, implementation, case, together(case)))
-    return f"{difference} differs from {op.implementations[0]}" if difference else None
+def edges(op: Op) -> Iterator[int]:
+    """The batch sizes around which the op says that its kernels change."""
+    for edge in getattr(op, "row_edges", ()):
+        yield from (size for size in (edge - 1, edge, edge + 1) if size > 0)
 
 
-def hygiene_gate(op: Op, implementation: str, case: Case, rng: np.random.Generator) -> str | None:
+def differs_from(alone: Run, op: Op, implementation: str, case: Case, schedule: Schedule) -> str | None:
+    """The first output row or state of the schedule with other bytes than `alone`, and the call it came from."""
+    state = op.begin(case)
+    for plan in schedule:
+        outputs = checked_call(op, implementation, case, state, plan)
+        rows = rows_of(case, plan)
+        problem = first_difference({name: values[rows] for name, values in alone.outputs.items()}, outputs)
+        if problem:
+            return f"{problem} in a call of {len(rows)} rows of {len(plan)} streams"
+    problem = first_difference(alone.state, final_state(op, case, state))
+    largest = max(sum(span.count for span in plan) for plan in schedule)
+    return f"state {problem} after calls of up to {largest} rows" if problem else None
+
+
+def replaces_gate(op: Op, implementation: str, case: Case, rng, sizes: Sequence[int] = QUICK_SIZES) -> str | None:
+    """Gate 3: the bytes of the implementation it replaces, the first of the op's list; its state too."""
+    for schedule in (together(case), mixed(case, rng, max(2, sum(case.rows) // 3))):
+        oracle = execute(op, op.implementations[0], case, schedule)
+        run = execute(op, implementation, case, schedule)
+        problem = first_difference(oracle.outputs, run.outputs) or first_difference(oracle.state, run.state)
+        if problem:
+            return f"{problem} differs from {op.implementations[0]}"
+    return None
+
+
+def hygiene_gate(op: Op, implementation: str, case: Case, rng, sizes: Sequence[int] = QUICK_SIZES) -> str | None:
     """Gate 4: every output element written and nothing else; the same bytes on repeated runs; inputs untouched."""
     before = fingerprint(case.inputs)
-    runs = []
-    for poison in (0xA5, 0x5A, 0xFF):
-        with GuardedBuffers(poison) as guarded:
-            runs.append(execute(op, implementation, case, together(case)))
-        if guarded.broken():
-            return f"wrote outside its output of shape {guarded.broken()}"
-    for run in runs[1:]:
-        difference = first_difference(runs[0], run)
-        if difference:
-            return f"{difference} depends on what its buffer held, or on the run"
-    return "an input was changed" if fingerprint(case.inputs) != before else None
+    for schedule in (together(case), mixed(case, rng, max(2, sum(case.rows) // 3))):
+        runs = []
+        for poison in POISONS:
+            with on_threads(2), GuardedMemory(poison) as memory:
+                runs.append(execute(op, implementation, case, schedule))
+            if problem := memory.problem():
+                return problem
+        for run in runs[1:]:
+            problem = first_difference(runs[0].outputs, run.outputs) or first_difference(runs[0].state, run.state)
+            if problem:
+                return f"{problem} depends on what memory held before, or on the run"
+    if fingerprint(case.inputs) != before:
+        return "an input was changed"
+    return written_by_strangers(op, implementation, case)
+
+
+def written_by_strangers(op: Op, implementation: str, case: Case) -> str | None:
+    """State that two streams change, each run alone, or None: what one stream owns no other may write."""
+    initial = final_state(op, case, op.begin(case))
+    if not initial:
+        return None
+    owners = {name: np.full(values.shape, -1) for name, values in initial.items()}
+    for stream in range(min(len(case.rows), MOST_STREAMS)):
+        state = op.begin(case)
+        op.call(implementation, case, state, [Span(stream, 0, case.rows[stream])])
+        for name, values in final_state(op, case, state).items():
+            changed = (as_bytes(values) != as_bytes(initial[name])).any(axis=-1)
+            shared = changed & (owners[name] >= 0)
+            if shared.any():
+                place = place_of_first(shared)
+                return f"state {name}{place} is written for streams {owners[name][tuple(place)]} and {stream}"
+            owners[name][changed] = stream
+    return None
+
+
+@contextmanager
+def on_threads(count: int) -> Iterator[None]:
+    """Kernels use `count` threads, also for work too small to be worth it."""
+    before = threads()
+    set_threads(count)
+    try:
+        with forced_pieces(count):
+            yield
+    finally:
+        set_threads(before)
 
 
 GATES: dict[str, Gate] = {
@@ -97,64 +188,3 @@ GATES: dict[str, Gate] = {
     "replaces": replaces_gate,
     "hygiene": hygiene_gate,
 }
-
-
-def first_difference(one: Run, other: Run) -> str | None:
-    """The first output or state element whose bytes differ, by name and place, or None."""
-    for kind, left, right in (("", one.outputs, other.outputs), ("state ", one.state, other.state)):
-        if left.keys() != right.keys():
-            return f"{kind}names {sorted(left.keys() ^ right.keys())}"
-        for name, a in left.items():
-            b = right[name]
-            if a.shape != b.shape or a.dtype != b.dtype:
-                return f"{kind}{name} of {a.dtype}{list(a.shape)} against {b.dtype}{list(b.shape)}"
-            if a.tobytes() != b.tobytes():
-                unequal = as_bytes(a) != as_bytes(b)
-                place = np.argwhere(unequal.any(axis=-1))[0]
-                return f"{kind}{name}{[int(i) for i in place]}"
-    return None
-
-
-def as_bytes(array: np.ndarray) -> np.ndarray:
-    """uint8 [..., itemsize], the bytes of each element."""
-    return np.ascontiguousarray(array).view(np.uint8).reshape(*array.shape, array.dtype.itemsize)
-
-
-def fingerprint(value) -> bytes:
-    """The bytes of every array in nested inputs, in order."""
-    if isinstance(value, np.ndarray):
-        return value.tobytes()
-    if isinstance(value, dict):
-        return b"".join(fingerprint(item) for item in value.values())
-    if isinstance(value, (list, tuple)):
-        return b"".join(fingerprint(item) for item in value)
-    return b""
-
-
-class GuardedBuffers:
-    """A context in which op outputs are poisoned and stand between guard zones."""
-
-    def __init__(self, poison: int):
-        self.poison = poison
-        self._buffers: list[tuple[np.ndarray, int, tuple[int, ...]]] = []
-
-    def __enter__(self) -> "GuardedBuffers":
-        self._previous = buffers.set_allocator(self._allocate)
-        return self
-
-    def __exit__(self, *_) -> None:
-        buffers.set_allocator(self._previous)
-
-    def _allocate(self, shape, dtype=np.float32) -> np.ndarray:
-        shape = (shape,) if np.isscalar(shape) else tuple(int(n) for n in shape)
-        size = int(np.prod(shape)) * np.dtype(dtype).itemsize
-        raw = np.full(size + 2 * GUARD, self.poison, np.uint8)
-        self._buffers.append((raw, size, shape))
-        return raw[GUARD : GUARD + size].view(dtype).reshape(shape)
-
-    def broken(self) -> tuple[int, ...] | None:
-        """The shape of a buffer whose guard zone was written, or None."""
-        for raw, size, shape in self._buffers:
-            if (raw[:GUARD] != self.poison).any() or (raw[GUARD + size :] != self.poison).any():
-                return shape
-        return None

@@ -1,12 +1,17 @@
-"""Ways to compute the rows of a case: one by one, all at once, and in random batches among strangers."""
+"""Ways to compute the rows of a case: one by one, all at once, and in batches of every size among strangers."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from isobit.ops.contract import Case, Span
 
 Schedule = list[list[Span]]
+
+QUICK_SIZES = (2, 3, 4, 7, 8, 9, 12, 13, 16, 17, 33, 64, 65, 129)
+SIZES = (*range(1, 18), *range(31, 34), *range(63, 66), *range(127, 130))
+FULL_SIZES = (*SIZES, *range(255, 258), *range(511, 514), *range(1023, 1026))
+ALL_PLACES = 17  # a batch of so many rows is run once for every place in it
 
 
 def serial(case: Case) -> Schedule:
@@ -19,24 +24,58 @@ def together(case: Case) -> Schedule:
     return [[Span(stream, 0, rows) for stream, rows in enumerate(case.rows) if rows]]
 
 
-def shuffled(case: Case, rng: np.random.Generator, largest: int) -> Schedule:
-    """Calls of random streams in random order, each stream cut into random pieces of at most `largest` rows."""
+def in_pieces(case: Case, size: int) -> Schedule:
+    """Every stream by itself, in calls of `size` rows; its last call may be smaller."""
+    return [
+        [Span(stream, first, min(size, rows - first))]
+        for stream, rows in enumerate(case.rows)
+        for first in range(0, rows, size)
+    ]
+
+
+def mixed(case: Case, rng: np.random.Generator, size: int) -> Schedule:
+    """Calls of `size` rows, fewer at the end: pieces of random streams, in random order."""
     done = [0] * len(case.rows)
     schedule: Schedule = []
     while pending := [stream for stream, rows in enumerate(case.rows) if done[stream] < rows]:
-        width = int(rng.integers(1, min(len(pending), largest) + 1))
-        call = []
-        for stream in rng.permutation(pending)[:width]:
+        call, room = [], size
+        for stream in rng.permutation(pending):
+            if room == 0:
+                break
             left = case.rows[stream] - done[stream]
-            count = int(rng.integers(1, min(left, largest) + 1))
+            count = int(rng.integers(1, min(left, room) + 1))
             call.append(Span(int(stream), done[stream], count))
             done[stream] += count
+            room -= count
         schedule.append(call)
     return schedule
 
 
-def schedules(case: Case, rng: np.random.Generator) -> Iterator[Schedule]:
-    """The schedules of gate 2 beside `serial`."""
+def schedules(case: Case, rng: np.random.Generator, sizes: Sequence[int] = SIZES) -> Iterator[Schedule]:
+    """Schedules of streams that move on: all at once, and for each size alone in pieces and among strangers."""
     yield together(case)
-    for largest in (2, 7, 64, max(max(case.rows), len(case.rows))):
-        yield shuffled(case, rng, largest)
+    longest, all_rows = max(case.rows), sum(case.rows)
+    for size in sizes:
+        if size < longest:
+            yield in_pieces(case, size)
+        if size < all_rows:
+            yield mixed(case, rng, size)
+    yield mixed(case, rng, all_rows)
+
+
+def batches(case: Case, rng: np.random.Generator, sizes: Sequence[int] = SIZES) -> Iterator[Schedule]:
+    """Schedules for rows without state: batches of each size, rows repeated at will; some row in every place."""
+    rows = len(case.rows)
+    yield together(case)
+    for size in sizes:
+        yield [_of_rows(rng.integers(0, rows, size))]
+        yield [_of_rows(np.arange(size) % rows)]
+    row = int(rng.integers(rows))
+    for place in range(ALL_PLACES):
+        chosen = rng.integers(0, rows, ALL_PLACES)
+        chosen[place] = row
+        yield [_of_rows(chosen)]
+
+
+def _of_rows(rows: Sequence[int] | np.ndarray) -> list[Span]:
+    return [Span(int(row), 0, 1) for row in rows]

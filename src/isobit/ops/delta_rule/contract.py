@@ -9,9 +9,11 @@ from isobit.ops.cases import (
     SMALLEST,
     UNIT,
     batch_of_plan,
+    given,
     pool_of_streams,
     rows_of_kinds,
     rows_of_plan,
+    stream_lengths,
     stream_of_row,
 )
 from isobit.ops.contract import Case, Outputs, Span, register
@@ -21,7 +23,6 @@ from isobit.ops.delta_rule.cpu import Delta, delta_rule, gated_norm, prepare_del
 from isobit.ops.work import forced_pieces
 
 PIECES = {"one_thread": 1, "three_threads": 3}
-STREAMS = (1, 2, 5, 13)
 
 
 class CausalConv:
@@ -32,20 +33,22 @@ class CausalConv:
 
     def cases(self, rng: np.random.Generator, full: bool) -> Iterator[Case]:
         shapes = ((1, 4, 1), (40, 4, 1), (70, 4, 3), (33, 2, 2)) + (((10240, 4, 1), (10240, 4, 3)) if full else ())
-        for channels, taps, dilation in shapes:
+        for number, (channels, taps, dilation) in enumerate(shapes):
+            streams = stream_lengths(number, full)
             inputs = {
-                "x": [rows_of_kinds(rng, rows, channels) for rows in STREAMS],
-                "before": [rows_of_kinds(rng, dilation * (taps - 1), channels) for _ in STREAMS],
+                "x": [rows_of_kinds(rng, rows, channels) for rows in streams],
+                "before": [rows_of_kinds(rng, dilation * (taps - 1), channels) for _ in streams],
                 "weight": rng.standard_normal((channels, taps)).astype(np.float32),
                 "dilation": dilation,
             }
-            yield Case(f"{channels} channels, {taps} taps, dilation {dilation}", STREAMS, inputs)
+            yield Case(f"{channels} channels, {taps} taps, dilation {dilation}", streams, inputs)
 
     def begin(self, case: Case) -> Any:
         return pool_of_streams(case.inputs["before"])
 
     def call(self, implementation: str, case: Case, state: Any, plan: Sequence[Span]) -> Outputs:
-        x, weight = rows_of_plan(plan, case.inputs["x"]), np.ascontiguousarray(case.inputs["weight"].T)
+        x = given(rows_of_plan(plan, case.inputs["x"]))
+        weight = given(np.ascontiguousarray(case.inputs["weight"].T))
         with forced_pieces(PIECES[implementation]):
             return {"y": convolve(x, weight, case.inputs["dilation"], state, batch_of_plan(plan, len(case.rows)))}
 
@@ -80,18 +83,18 @@ class DeltaRule:
         shapes = ((1, 2, 32, 32), (2, 4, 8, 40), (1, 3, 16, 8)) + (((2, 6, 128, 128),) if full else ())
         for number, (key_heads, value_heads, key_dim, value_dim) in enumerate(shapes):
             channels = 2 * key_heads * key_dim + value_heads * value_dim
-            largest = (3.0, 1e15)[number % 2]
+            largest, streams = (3.0, 1e15)[number % 2], stream_lengths(number, full)
             inputs = {
-                "qkv": [rows_of_kinds(rng, rows, channels, largest=largest) for rows in STREAMS],
-                "a": [rows_of_kinds(rng, rows, value_heads, largest=30) for rows in STREAMS],
-                "b": [rows_of_kinds(rng, rows, value_heads, largest=30) for rows in STREAMS],
-                "state": rng.standard_normal((len(STREAMS), value_heads, key_dim, value_dim)).astype(np.float32),
+                "qkv": [rows_of_kinds(rng, rows, channels, largest=largest) for rows in streams],
+                "a": [rows_of_kinds(rng, rows, value_heads, largest=30) for rows in streams],
+                "b": [rows_of_kinds(rng, rows, value_heads, largest=30) for rows in streams],
+                "state": rng.standard_normal((len(streams), value_heads, key_dim, value_dim)).astype(np.float32),
                 "a_log": rng.uniform(-4, 2, value_heads).astype(np.float32),
                 "dt_bias": rng.standard_normal(value_heads).astype(np.float32),
                 "key_heads": key_heads,
             }
             label = f"{key_heads} key heads of {key_dim}, {value_heads} value heads of {value_dim}, up to {largest}"
-            yield Case(label, STREAMS, inputs)
+            yield Case(label, streams, inputs)
 
     def begin(self, case: Case) -> Any:
         value_heads, key_dim, value_dim = case.inputs["state"].shape[1:]
@@ -113,7 +116,7 @@ class DeltaRule:
 
     def call(self, implementation: str, case: Case, state: Any, plan: Sequence[Span]) -> Outputs:
         handle, pool = state
-        qkv, a, b = (rows_of_plan(plan, case.inputs[name]) for name in ("qkv", "a", "b"))
+        qkv, a, b = (given(rows_of_plan(plan, case.inputs[name])) for name in ("qkv", "a", "b"))
         with forced_pieces(PIECES[implementation]):
             return {"o": delta_rule(qkv, a, b, handle, pool, batch_of_plan(plan, len(case.rows)))}
 
@@ -182,7 +185,7 @@ class GatedNorm:
     def call(self, implementation: str, case: Case, state: Any, plan: Sequence[Span]) -> Outputs:
         rows = stream_of_row(plan)
         with forced_pieces(PIECES[implementation]):
-            return {"y": gated_norm(case.inputs["x"][rows], case.inputs["z"][rows], state)}
+            return {"y": gated_norm(given(case.inputs["x"][rows]), given(case.inputs["z"][rows]), state)}
 
     def final_state(self, case: Case, state: Any) -> Outputs:
         return {}

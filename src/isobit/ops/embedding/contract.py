@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from isobit.checkpoint.weights import PlainEmbedding, QuantizedEmbedding
+from isobit.ops.cases import given, stream_of_row
 from isobit.ops.contract import Case, Outputs, Span, register
 from isobit.ops.embedding import reference
 from isobit.ops.embedding.cpu import embed, prepare_embedding
@@ -39,7 +40,7 @@ class Embedding:
     def call(self, implementation: str, case: Case, state: Any, plan: Sequence[Span]) -> Outputs:
         if implementation != "cpu":
             raise KeyError(implementation)
-        return {"rows": embed(case.inputs["ids"][[span.stream for span in plan]], state)}
+        return {"rows": embed(given(case.inputs["ids"][stream_of_row(plan)]), state)}
 
     def final_state(self, case: Case, state: Any) -> Outputs:
         return {}

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from isobit.checkpoint.weights import PlainLinear
-from isobit.ops.cases import SMALLEST, UNIT, rows_of_kinds, stream_of_row
+from isobit.ops.cases import ALL_KINDS, SMALLEST, UNIT, given, in_place, rows_of_kinds, stream_of_row
 from isobit.ops.contract import Case, Outputs, Span, register
 from isobit.ops.gated_residual import reference
 from isobit.ops.gated_residual.cpu import add_streams, expand_streams, gated_read, gated_write, prepare_gated_residual
@@ -33,7 +33,7 @@ class GatedRead:
                 return (rng.standard_normal((outputs, inputs)) / np.sqrt(inputs)).astype(np.float32)
 
             inputs = {
-                "streams": rows_of_kinds(rng, ROWS, streams, hidden),
+                "streams": rows_of_kinds(rng, ROWS, streams, hidden, kinds=ALL_KINDS),
                 "norm_weight": (0.3 * rng.standard_normal(wide)).astype(np.float32),
                 "down": matrix(rank, wide),
                 "up": matrix(wide, rank),
@@ -52,7 +52,7 @@ class GatedRead:
 
     def call(self, implementation: str, case: Case, state: Any, plan: Sequence[Span]) -> Outputs:
         with forced_pieces(PIECES[implementation]):
-            mixed, injection = gated_read(case.inputs["streams"][stream_of_row(plan)], state)
+            mixed, injection = gated_read(given(case.inputs["streams"][stream_of_row(plan)]), state)
         return {"mixed": mixed} if injection is None else {"mixed": mixed, "injection": injection}
 
     def final_state(self, case: Case, state: Any) -> Outputs:
@@ -93,7 +93,7 @@ class GatedWrite:
     def cases(self, rng: np.random.Generator, full: bool) -> Iterator[Case]:
         for streams, hidden in ((4, 40), (3, 1), (2, 65)) + (((4, 2560),) if full else ()):
             inputs = {
-                "streams": rows_of_kinds(rng, ROWS, streams, hidden),
+                "streams": rows_of_kinds(rng, ROWS, streams, hidden, kinds=ALL_KINDS),
                 "injection": rows_of_kinds(rng, ROWS, streams, largest=1e3)[rng.permutation(ROWS)],
                 "y": rows_of_kinds(rng, ROWS, hidden)[rng.permutation(ROWS)],
             }
@@ -104,8 +104,8 @@ class GatedWrite:
 
     def call(self, implementation: str, case: Case, state: Any, plan: Sequence[Span]) -> Outputs:
         rows = stream_of_row(plan)
-        streams, injection, y = (case.inputs[name][rows] for name in ("streams", "injection", "y"))
-        added = streams.copy()
+        streams, added = (in_place(case.inputs["streams"][rows]) for _ in range(2))
+        injection, y = (given(case.inputs[name][rows]) for name in ("injection", "y"))
         with forced_pieces(PIECES[implementation]):
             gated_write(streams, injection, y)
             add_streams(added, y)

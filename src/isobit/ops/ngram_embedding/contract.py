@@ -10,9 +10,12 @@ from isobit.ops.cases import (
     SMALLEST,
     UNIT,
     batch_of_plan,
+    given,
+    in_place,
     pool_of_streams,
     rows_of_kinds,
     rows_of_plan,
+    stream_lengths,
     stream_of_row,
 )
 from isobit.ops.contract import Case, Outputs, Span, register
@@ -22,7 +25,6 @@ from isobit.ops.norm import reference as norm_reference
 from isobit.ops.work import forced_pieces
 
 PIECES = {"one_thread": 1, "three_threads": 3}
-STREAMS = (1, 2, 5, 13)
 END_TOKEN = 3
 GATHERED = 24
 
@@ -70,13 +72,15 @@ class NgramIds:
     implementations: tuple[str, ...] = ("cpu",)
 
     def cases(self, rng: np.random.Generator, full: bool) -> Iterator[Case]:
-        for order, heads_an_order, vocabulary in ((3, 2, 6), (3, 8, 248320), (2, 1, 5), (4, 2, 8)):
+        shapes = ((3, 2, 6), (4, 2, 8), (2, 1, 5), (3, 8, 248320))
+        for number, (order, heads_an_order, vocabulary) in enumerate(shapes):
+            streams = stream_lengths(number, full)
             inputs = {
-                "tokens": [rng.integers(0, vocabulary, rows).astype(np.int32) for rows in STREAMS],
-                "history": [rng.integers(0, vocabulary, order - 1).astype(np.int32) for _ in STREAMS],
+                "tokens": [rng.integers(0, vocabulary, rows).astype(np.int32) for rows in streams],
+                "history": [rng.integers(0, vocabulary, order - 1).astype(np.int32) for _ in streams],
                 "table": make_table(rng, order, heads_an_order, 16, "2", 1000),
             }
-            yield Case(f"order {order}, {heads_an_order} heads, {vocabulary} tokens", STREAMS, inputs)
+            yield Case(f"order {order}, {heads_an_order} heads, {vocabulary} tokens", streams, inputs)
 
     def begin(self, case: Case) -> Any:
         return pool_of_streams(case.inputs["history"])
@@ -84,7 +88,7 @@ class NgramIds:
     def call(self, implementation: str, case: Case, state: Any, plan: Sequence[Span]) -> Outputs:
         if implementation != "cpu":
             raise KeyError(implementation)
-        tokens, batch = rows_of_plan(plan, case.inputs["tokens"]), batch_of_plan(plan, len(case.rows))
+        tokens, batch = given(rows_of_plan(plan, case.inputs["tokens"])), batch_of_plan(plan, len(case.rows))
         return {"ids": ngram_ids(tokens, state, case.inputs["table"], END_TOKEN, batch)}
 
     def final_state(self, case: Case, state: Any) -> Outputs:
@@ -123,7 +127,7 @@ class NgramGather:
 
     def call(self, implementation: str, case: Case, state: Any, plan: Sequence[Span]) -> Outputs:
         with forced_pieces(PIECES[implementation]):
-            return {"rows": ngram_gather(case.inputs["ids"][stream_of_row(plan)], case.inputs["table"])}
+            return {"rows": ngram_gather(given(case.inputs["ids"][stream_of_row(plan)]), case.inputs["table"])}
 
     def final_state(self, case: Case, state: Any) -> Outputs:
         return {}
@@ -148,13 +152,13 @@ class PleInject:
 
     def cases(self, rng: np.random.Generator, full: bool) -> Iterator[Case]:
         shapes = ((4, 40, 4, 3), (2, 32, 4, 2), (3, 7, 2, 1)) + (((4, 2560, 4, 3),) if full else ())
-        for streams, hidden, taps, dilation in shapes:
-            wide = streams * hidden
+        for number, (streams, hidden, taps, dilation) in enumerate(shapes):
+            lengths, wide = stream_lengths(number, full), streams * hidden
             inputs = {
-                "streams": [rows_of_kinds(rng, rows, streams, hidden) for rows in STREAMS],
-                "key": [rows_of_kinds(rng, rows, wide)[rng.permutation(rows)] for rows in STREAMS],
-                "value": [rows_of_kinds(rng, rows, hidden, largest=1e6)[rng.permutation(rows)] for rows in STREAMS],
-                "before": [rng.standard_normal((dilation * (taps - 1), wide)).astype(np.float32) for _ in STREAMS],
+                "streams": [rows_of_kinds(rng, rows, streams, hidden) for rows in lengths],
+                "key": [rows_of_kinds(rng, rows, wide)[rng.permutation(rows)] for rows in lengths],
+                "value": [rows_of_kinds(rng, rows, hidden, largest=1e6)[rng.permutation(rows)] for rows in lengths],
+                "before": [rng.standard_normal((dilation * (taps - 1), wide)).astype(np.float32) for _ in lengths],
                 "conv_weight": rng.standard_normal((wide, taps)).astype(np.float32),
                 "dilation": dilation,
                 **{
@@ -162,7 +166,7 @@ class PleInject:
                     for name in ("norm_key", "norm_query", "norm_conv")
                 },
             }
-            yield Case(f"{streams} streams of {hidden}, {taps} taps, dilation {dilation}", STREAMS, inputs)
+            yield Case(f"{streams} streams of {hidden}, {taps} taps, dilation {dilation}", lengths, inputs)
 
     def begin(self, case: Case) -> Any:
         inputs = case.inputs
@@ -179,7 +183,8 @@ class PleInject:
 
     def call(self, implementation: str, case: Case, state: Any, plan: Sequence[Span]) -> Outputs:
         handle, pool = state
-        streams, key, value = (rows_of_plan(plan, case.inputs[name]) for name in ("streams", "key", "value"))
+        streams = in_place(rows_of_plan(plan, case.inputs["streams"]))
+        key, value = (given(rows_of_plan(plan, case.inputs[name])) for name in ("key", "value"))
         with forced_pieces(PIECES[implementation]):
             ple_inject(streams, key, value, handle, pool, batch_of_plan(plan, len(case.rows)))
         return {"streams": streams}

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from isobit.ops.cases import SMALLEST, UNIT, rows_of_kinds, stream_of_row
+from isobit.ops.cases import ALL_KINDS, SMALLEST, UNIT, given, rows_of_kinds, stream_of_row
 from isobit.ops.contract import Case, Outputs, Span, register
 from isobit.ops.norm import reference
 from isobit.ops.norm.cpu import group_norm, norm
@@ -24,7 +24,7 @@ class Norm:
         widths = ((1, 1), (7, 1), (32, 2), (40, 4), (129, 1)) + (((2560, 4), (10240, 1)) if full else ())
         for width, groups in widths:
             inputs = {
-                "x": rows_of_kinds(rng, 24, groups, width),
+                "x": rows_of_kinds(rng, 24, groups, width, kinds=ALL_KINDS),
                 "weight": rng.standard_normal(groups * width).astype(np.float32),
                 "eps": float(10.0 ** -rng.integers(4, 8)),
             }
@@ -35,7 +35,7 @@ class Norm:
 
     def call(self, implementation: str, case: Case, state: Any, plan: Sequence[Span]) -> Outputs:
         x, weight, eps = (case.inputs[name] for name in ("x", "weight", "eps"))
-        x = x[stream_of_row(plan)]
+        x, weight = given(x[stream_of_row(plan)]), given(weight)
         with forced_pieces(PIECES[implementation]):
             if x.shape[1] == 1:
                 return {"y": norm(x[:, 0], weight, eps)[:, None]}
