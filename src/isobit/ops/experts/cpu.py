@@ -22,7 +22,6 @@ MOST_ROWS = 2048  # of one pass over the experts
 MOST_PAIR_BYTES = 128 << 20  # of hidden values held between the phases
 MOST_PASS_ROWS = 256  # rows of one expert that one thread prepares at a time
 ROW_BLOCKS = 32  # blocks of 128 output sums a thread holds, one row's worth
-PHASES = 3
 
 
 @dataclass(frozen=True)
@@ -112,8 +111,8 @@ def _experts(
     plan[grouping.SHARED_FLOATS] = pairs * handle.pair_floats + _whole_blocks(rows)
     plan[grouping.PART_FLOATS] = kernel_floats + pass_rows * most_inputs * BLOCK + 4 * column_blocks * rows * BLOCK
     grouping.fill_plan(ids, weights, handle.routed, plan)
-    shared_floats = int(plan[grouping.SHARED_FLOATS])
-    run_parts(_EXPERTS, x, y, handle.record, plan, int(plan[grouping.PART_FLOATS]), PHASES, parts, shared_floats)
+    part_floats, shared_floats = int(plan[grouping.PART_FLOATS]), int(plan[grouping.SHARED_FLOATS])
+    run_parts(_PHASES, x, y, handle.record, plan, part_floats, parts, shared_floats)
 
 
 def _most_rows(handle: ExpertsHandle, chosen: int) -> int:
@@ -138,4 +137,6 @@ def _check_size(weights: Linear, inputs: int, outputs: int) -> None:
         )
 
 
-_EXPERTS = place_of(product.experts_part)
+_PHASES = np.array(
+    [place_of(phase) for phase in (product.hidden_phase, product.ready_phase, product.output_phase)], np.int64
+)

@@ -43,12 +43,25 @@ BY_COUNT, ROW_BY_ROW, IN_PANELS = 0, 1, 2
 DECODING = 7  # what decoding a tile costs, in rows multiplied with it
 
 
+phase = cfunc(types.void(*[types.int64] * 8), cache=True)  # what `linear.parallel.run_parts` calls
+
+
 @cfunc(types.void(types.CPointer(types.float32), types.CPointer(types.float32), types.int64), cache=True)
 def swish(gate, up, count):
     """gate = silu(gate) * up."""
     gates, ups = carray(gate, count), carray(up, count)
     for i in range(count):
         gates[i] = silu32(gates[i]) * ups[i]
+
+
+@inlined
+def places(plan, record, scratch, part):
+    """Where hidden values, prepared hidden values, the shared expert's weights and a thread's own room lie."""
+    pairs = field(plan, grouping.PAIRS)
+    ready = scratch + 4 * pairs * field(record, HIDDEN_STRIDE)
+    shared_weights = ready + pairs * field(record, READY_BLOCKS) * ROW_BYTES
+    room = scratch + 4 * (field(plan, grouping.SHARED_FLOATS) + part * field(plan, grouping.PART_FLOATS))
+    return scratch, ready, shared_weights, room
 
 
 @inlined
@@ -118,26 +131,6 @@ def after_sums(plan, record, sums):
 
 
 @inlined
-def hidden_phase(rows, x, plan, record, hidden, shared_weights, room, part, parts):
-    """Hidden values, cut where the work is even; and the shared expert's weights, cut by rows."""
-    total = 0
-    for active in range(field(plan, grouping.ACTIVE)):
-        total += hidden_cost(plan, record, active)
-    low, high = part * total // parts, (part + 1) * total // parts
-    begin = 0
-    for active in range(field(plan, grouping.ACTIVE)):
-        layer = layer_of(record, expert_of(plan, active), GATE)
-        blocks = column_blocks(layer)
-        cost = hidden_cost(plan, record, active)
-        first, last = begins_before(low - begin, cost, blocks), begins_before(high - begin, cost, blocks)
-        if first < last:
-            last_column = min(last * BLOCK, field(layer, TILE_COLUMNS) * TILE)
-            hidden_values(x, plan, record, active, first * BLOCK, last_column, hidden, room)
-        begin += cost
-    shared_gates(x, part * rows // parts, (part + 1) * rows // parts, record, shared_weights, room)
-
-
-@inlined
 def hidden_cost(plan, record, active):
     """About what the hidden values of one expert cost."""
     blocks = column_blocks(layer_of(record, expert_of(plan, active), GATE))
@@ -166,9 +159,31 @@ def shared_gates(x, first_row, last_row, record, shared_weights, room):
         put_float(out, sigmoid32(float_at(out)))
 
 
-@inlined
-def ready_phase(plan, record, hidden, ready, room, part, parts):
+@phase
+def hidden_phase(rows, x, y, record, plan, scratch, part, parts):
+    """Hidden values, cut where the work is even; and the shared expert's weights, cut by rows."""
+    hidden, _, shared_weights, room = places(plan, record, scratch, part)
+    total = 0
+    for active in range(field(plan, grouping.ACTIVE)):
+        total += hidden_cost(plan, record, active)
+    low, high = part * total // parts, (part + 1) * total // parts
+    begin = 0
+    for active in range(field(plan, grouping.ACTIVE)):
+        layer = layer_of(record, expert_of(plan, active), GATE)
+        blocks = column_blocks(layer)
+        cost = hidden_cost(plan, record, active)
+        first, last = begins_before(low - begin, cost, blocks), begins_before(high - begin, cost, blocks)
+        if first < last:
+            last_column = min(last * BLOCK, field(layer, TILE_COLUMNS) * TILE)
+            hidden_values(x, plan, record, active, first * BLOCK, last_column, hidden, room)
+        begin += cost
+    shared_gates(x, part * rows // parts, (part + 1) * rows // parts, record, shared_weights, room)
+
+
+@phase
+def ready_phase(rows, x, y, record, plan, scratch, part, parts):
     """The hidden values as the down projections read them."""
+    hidden, ready, _, room = places(plan, record, scratch, part)
     pairs = field(plan, grouping.PAIRS)
     first, last = part * pairs // parts, (part + 1) * pairs // parts
     pair_bytes = field(record, READY_BLOCKS) * ROW_BYTES
@@ -224,8 +239,18 @@ def add_expert(rows, plan, record, active, first_block, last_block, ready, share
 
 
 @inlined
-def output_phase(rows, y, plan, record, ready, shared_weights, room, part, parts):
+def shard_end(record, shard):
+    """The first expert after a shard's; the shared expert has a shard of its own, the last."""
+    routed = field(record, ROUTED)
+    if shard == EXPERT_SHARDS:
+        return routed + 1
+    return min((shard + 1) * field(record, SHARD_EXPERTS), routed)
+
+
+@phase
+def output_phase(rows, x, y, record, plan, scratch, part, parts):
     """The outputs: in each expert shard the experts in ascending order, then the shards, the shared expert last."""
+    _, ready, shared_weights, room = places(plan, record, scratch, part)
     shared = layer_of(record, field(record, ROUTED), DOWN)
     outputs = field(shared, OUTPUTS)
     blocks = (outputs + BLOCK - 1) // BLOCK
@@ -233,42 +258,22 @@ def output_phase(rows, y, plan, record, ready, shared_weights, room, part, parts
     all_sums = room
     shard_sums = all_sums + 2 * ROW_BYTES * step * rows
     room = shard_sums + 2 * ROW_BYTES * step * rows
-    shared_active = field(plan, grouping.ACTIVE) - 1
+    actives = field(plan, grouping.ACTIVE)
     for first_block in range(first, last, step):
         last_block = min(first_block + step, last)
         count = (last_block - first_block) * rows
         zero_floats(all_sums, 2 * BLOCK * count)
         active = 0
-        for shard in range(EXPERT_SHARDS):
+        for shard in range(EXPERT_SHARDS + 1):
             zero_floats(shard_sums, 2 * BLOCK * count)
-            end = (shard + 1) * field(record, SHARD_EXPERTS)
-            while active < shared_active and expert_of(plan, active) < end:
-                arguments = plan, record, active, first_block, last_block, ready, shared_weights, shard_sums, room
-                add_expert(rows, *arguments)
+            while active < actives and expert_of(plan, active) < shard_end(record, shard):
+                add_expert(rows, plan, record, active, first_block, last_block, ready, shared_weights, shard_sums, room)
                 active += 1
             for i in range(count):
                 add_totals(shard_sums + i * 2 * ROW_BYTES, all_sums + i * 2 * ROW_BYTES)
-        arguments = plan, record, shared_active, first_block, last_block, ready, shared_weights, all_sums, room
-        add_expert(rows, *arguments)
         for block in range(first_block, last_block):
             real = min(BLOCK, outputs - block * BLOCK)
             for row in range(rows):
                 source = all_sums + ((block - first_block) * rows + row) * 2 * ROW_BYTES
                 round_totals(source, room)
                 copy_floats(room, y + 4 * (row * outputs + block * BLOCK), real)
-
-
-@cfunc(types.void(*[types.int64] * 9), cache=True)
-def experts_part(rows, x, y, record, plan, scratch, phase, part, parts):
-    """One thread's share of one phase; see `linear.parallel.run_parts`."""
-    pairs = field(plan, grouping.PAIRS)
-    hidden = scratch
-    ready = hidden + 4 * pairs * field(record, HIDDEN_STRIDE)
-    shared_weights = ready + pairs * field(record, READY_BLOCKS) * ROW_BYTES
-    room = scratch + 4 * (field(plan, grouping.SHARED_FLOATS) + part * field(plan, grouping.PART_FLOATS))
-    if phase == 0:
-        hidden_phase(rows, x, plan, record, hidden, shared_weights, room, part, parts)
-    elif phase == 1:
-        ready_phase(plan, record, hidden, ready, room, part, parts)
-    else:
-        output_phase(rows, y, plan, record, ready, shared_weights, room, part, parts)

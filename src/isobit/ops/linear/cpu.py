@@ -88,7 +88,7 @@ def linear(x: np.ndarray, handle: LinearHandle, how: int = BY_ROW_COUNT) -> np.n
             parts = 1
     else:
         plan = _plan(rows, handle, parts, how)
-    run_parts(_LINEAR, x, y, handle.record, plan, int(plan[PART_FLOATS]), 1, parts)
+    run_parts(_PHASES, x, y, handle.record, plan, int(plan[PART_FLOATS]), parts)
     return y
 
 
@@ -244,8 +244,8 @@ def _in_panels(x, first_row, last_row, layer, first_column, last_column, y, pass
                 finish_row(sums + row * ROW_BYTES, layer, column, count, out, spare)
 
 
-@cfunc(types.void(*[types.int64] * 9), cache=True)
-def _linear_part(rows, x, y, layer, plan, scratch, phase, part, parts):
+@cfunc(types.void(*[types.int64] * 8), cache=True)
+def _linear_part(rows, x, y, layer, plan, scratch, part, parts):
     unit = field(layer, COLUMN_UNIT)
     columns = field(layer, TILE_COLUMNS) * TILE
     units = (columns + unit - 1) // unit
@@ -264,4 +264,4 @@ def _linear_part(rows, x, y, layer, plan, scratch, phase, part, parts):
         _in_panels(x, first_row, last_row, layer, first_column, last_column, y, field(plan, PASS_ROWS), room)
 
 
-_LINEAR = place_of(_linear_part)
+_PHASES = np.array([place_of(_linear_part)], np.int64)

@@ -7,7 +7,7 @@ Kernels know a layer by the address of its record, int64 fields of which some ar
 """
 
 import numpy as np
-from numba import njit
+from numba import cfunc, njit, types
 
 from isobit.ops.linear import blocks
 from isobit.ops.linear.blocks import BLOCK, ROW_BYTES
@@ -31,7 +31,11 @@ MULTIPLY_PANELS = 12
 ROTATE_INPUT = 13
 ROTATE_OUTPUT = 14
 CLOSE_SHARD = 15
-FIELDS = 16
+PREPARE_ROW = 16
+CHAINS_OF_ROW = 17
+CHAINS_OF_ROWS = 18
+FINISH_ROW = 19
+FIELDS = 20
 
 TILE = 16
 BLOCK_TILES = BLOCK // TILE
@@ -40,14 +44,6 @@ PAIR_COLUMNS = PAIR * TILE
 PAIR_FLOATS = PAIR * BLOCK * TILE
 LONG_INPUTS = 4096
 LONG_SHARDS = 4
-
-
-def common_fields(record: np.ndarray) -> None:
-    """Fill in the compiled pieces that all layers share."""
-    record[MULTIPLY_PANELS] = place_of(blocks.multiply_panels)
-    record[ROTATE_INPUT] = place_of(blocks.rotate_input)
-    record[ROTATE_OUTPUT] = place_of(blocks.rotate_output)
-    record[CLOSE_SHARD] = place_of(blocks.close_shard)
 
 
 @inlined
@@ -80,6 +76,11 @@ def prepare_row(x, layer, prepared, block_stride, spare):
 
     Block b goes to prepared + b * block_stride. spare: room for 128 float32.
     """
+    call(field(layer, PREPARE_ROW), (x, layer, prepared, block_stride, spare))
+
+
+@cfunc(types.void(*[types.int64] * 5), cache=True)
+def _prepare_row(x, layer, prepared, block_stride, spare):
     inputs = field(layer, INPUTS)
     scales = field(layer, INPUT_SCALES)
     for block in range(input_blocks(layer)):
@@ -99,6 +100,11 @@ def prepare_row(x, layer, prepared, block_stride, spare):
 @inlined
 def finish_row(sums, layer, column, count, out, spare):
     """The outputs `column` to column + count of one row, at address out, from the block's chains at address sums."""
+    call(field(layer, FINISH_ROW), (sums, layer, column, count, out, spare))
+
+
+@cfunc(types.void(*[types.int64] * 6), cache=True)
+def _finish_row(sums, layer, column, count, out, spare):
     bias = field(layer, BIAS)
     source = sums
     if field(layer, OUTPUT_SCALES) != 0:
@@ -112,11 +118,24 @@ def finish_row(sums, layer, column, count, out, spare):
 
 
 @inlined
+def close_step(shard, shards):
+    """Which step of `blocks.close_shard` a shard is."""
+    if shard == 0:
+        return 0
+    return 2 if shard == shards - 1 else 1
+
+
+@inlined
 def chains_of_row(layer, column, columns, prepared, sums, totals):
     """Chains of `columns` outputs (a multiple of 16) from `column` for one prepared row, its blocks end to end.
 
     sums: float32 [columns up to whole blocks], the result. totals: float64 of that size, if there are shards.
     """
+    call(field(layer, CHAINS_OF_ROW), (layer, column, columns, prepared, sums, totals))
+
+
+@cfunc(types.void(*[types.int64] * 6), cache=True)
+def _chains_of_row(layer, column, columns, prepared, sums, totals):
     shards, all_blocks = k_shards(layer), input_blocks(layer)
     tile_bytes = field(layer, TILE_BYTES)
     row_stride = field(layer, TILE_COLUMNS) * tile_bytes
@@ -133,20 +152,17 @@ def chains_of_row(layer, column, columns, prepared, sums, totals):
 
 
 @inlined
-def close_step(shard, shards):
-    """Which step of `blocks.close_shard` a shard is."""
-    if shard == 0:
-        return 0
-    return 2 if shard == shards - 1 else 1
-
-
-@inlined
 def chains_of_rows(layer, column, columns, rows, prepared, sums, totals, panels):
     """Chains of `columns` outputs (a multiple of 16, at most 128) from `column` for `rows` prepared rows.
 
     prepared: [blocks, rows, 128]. sums: float32 [rows, 128], the result. totals: float64 of that size, if there are
     shards. panels: two float32 panels, finite on entry.
     """
+    call(field(layer, CHAINS_OF_ROWS), (layer, column, columns, rows, prepared, sums, totals, panels))
+
+
+@cfunc(types.void(*[types.int64] * 8), cache=True)
+def _chains_of_rows(layer, column, columns, rows, prepared, sums, totals, panels):
     shards, all_blocks, all_tile_rows = k_shards(layer), input_blocks(layer), field(layer, TILE_ROWS)
     tile_bytes = field(layer, TILE_BYTES)
     row_stride = field(layer, TILE_COLUMNS) * tile_bytes
@@ -165,3 +181,15 @@ def chains_of_rows(layer, column, columns, rows, prepared, sums, totals, panels)
                 call(field(layer, MULTIPLY_PANELS), arguments)
         if shards > 1:
             call(field(layer, CLOSE_SHARD), (rows, sums, totals, close_step(shard, shards)))
+
+
+def common_fields(record: np.ndarray) -> None:
+    """Fill in the compiled pieces that all layers share."""
+    record[MULTIPLY_PANELS] = place_of(blocks.multiply_panels)
+    record[ROTATE_INPUT] = place_of(blocks.rotate_input)
+    record[ROTATE_OUTPUT] = place_of(blocks.rotate_output)
+    record[CLOSE_SHARD] = place_of(blocks.close_shard)
+    record[PREPARE_ROW] = place_of(_prepare_row)
+    record[CHAINS_OF_ROW] = place_of(_chains_of_row)
+    record[CHAINS_OF_ROWS] = place_of(_chains_of_rows)
+    record[FINISH_ROW] = place_of(_finish_row)
