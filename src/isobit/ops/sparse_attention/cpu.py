@@ -36,7 +36,6 @@ class Attention:
     index_k_weight: np.ndarray
     cosines: np.ndarray
     sines: np.ndarray
-    budget: int
 
     @property
     def positions(self) -> int:
@@ -61,8 +60,16 @@ def prepare_attention(
     cosines, sines = rotary_tables(int(rotary_dim), float(theta), int(positions))
     kept_blocks = budget // block
     sizes = Sizes(heads, kv_heads, head_dim, index_heads, index_dim, block, kept_blocks)
-    weights = [_one_plus(weight) for weight in (q_norm, k_norm, index_q_norm, index_k_norm)]
-    return Attention(Sizes(*map(int, sizes)), np.float32(eps), *weights, cosines, sines, int(budget))
+    return Attention(
+        sizes=Sizes(*map(int, sizes)),
+        eps=np.float32(eps),
+        q_weight=_one_plus(q_norm),
+        k_weight=_one_plus(k_norm),
+        index_q_weight=_one_plus(index_q_norm),
+        index_k_weight=_one_plus(index_k_norm),
+        cosines=cosines,
+        sines=sines,
+    )
 
 
 def _check_sizes(heads, kv_heads, head_dim, index_dim, budget, block, rotary_dim) -> None:

@@ -121,8 +121,8 @@ def _threshold(totals, row, count, best, bins):
     for step in range(3):
         shift, width = np.int32(20 - 10 * step), np.int32(11 if step == 0 else 10)
         highest = np.int32((1 << width) - 1)
-        for digit in range(highest + 1):
-            bins[digit] = 0
+        for i in range(highest + 1):
+            bins[i] = 0
         for i in range(count):
             key = float_bits(totals[row, i]) >> shift
             if key >> width == threshold:

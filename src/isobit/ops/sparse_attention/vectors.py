@@ -7,9 +7,9 @@ whose product -0 leaves every accumulator as it is.
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
 from isobit.ops.lanes import LANES
+from isobit.ops.scalar import intrinsic
 
 GROUP = 8  # keys whose dot products one call of `dots` gives
 
