@@ -9,10 +9,11 @@ The path is closed by first searching a window around the seam, freely, for the 
 searched with that u at both ends.
 """
 
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 
 import numpy as np
-from numba import njit, prange
+from numba import njit
 
 from isobit.checkpoint.lanes import (
     LANES,
@@ -29,9 +30,10 @@ from isobit.checkpoint.lanes import (
 from isobit.checkpoint.trellis import STATES, check_width, codebook_values
 
 STATE_BITS = 16
-SEAM_WINDOW = 8  # how far the search for the seam looks to either side, in lengths of a state
+SEAM_WINDOW = 12  # how far the search for the seam looks to either side, in lengths of a state
+PART_RINGS = 64  # at most so many are searched in one call, so that an interrupt is soon heeded
 LONG_RUN = 4  # with at least so many new bits, the states that share u fill whole vectors
-f32 = np.float32
+f32, i64 = np.float32, np.int64
 
 
 def search(targets: np.ndarray, bits: float, codebook: str, threads: int = 1) -> np.ndarray:
@@ -45,10 +47,15 @@ def search(targets: np.ndarray, bits: float, codebook: str, threads: int = 1) ->
     fresh = _fresh_bits(bits)
     window = min(length // 2, SEAM_WINDOW * -(-STATE_BITS // fresh[0]))
     states = np.empty((count, length), np.uint16)
-    if count:
-        values = _value_tables(codebook, fresh)
-        targets = np.ascontiguousarray(targets, np.float32)
-        _search_rings(targets, np.array(fresh), values, window, states, min(threads, count))
+    values = _value_tables(codebook, fresh)
+    targets = np.ascontiguousarray(targets, np.float32)
+    step = max(1, min(PART_RINGS, count // (4 * threads)))
+
+    def search_part(first: int) -> None:
+        _search_rings(targets, np.array(fresh), values, window, states, first, min(first + step, count))
+
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(search_part, range(0, count, step)))
     return states
 
 
@@ -75,7 +82,7 @@ def _in_step_order(values: np.ndarray, here: int, following: int) -> np.ndarray:
     return grouped.reshape(-1)
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@njit(nogil=True, cache=True, error_model="numpy", forceinline=True)
 def _advance_short(entry, leave, choice, values, target, old, new, kept, scratch):
     """One step, states (t, w, j) of old, kept and new bits, vectors along w. See `_advance`."""
     x = spread(target)
@@ -105,7 +112,7 @@ def _advance_short(entry, leave, choice, values, target, old, new, kept, scratch
         _transpose_lanes(scratch, leave, w * new, new)
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@njit(nogil=True, cache=True, error_model="numpy", forceinline=True)
 def _transpose_lanes(scratch, leave, offset, rows):
     """leave[offset + lane*rows + row] = scratch[row*8 + lane] by perfect shuffles; rows is a power of two."""
     half = rows * LANES // 2
@@ -160,17 +167,21 @@ def _advance(entry, leave, choice, values, target, here, following, scratch):
     kept = 1 << (STATE_BITS - here - following)
     # The literal counts let LLVM unroll loops that are too short to pay for themselves.
     if here == 1 and following == 1:
-        _advance_short(entry, leave, choice, values, target, 2, 2, kept, scratch)
+        _advance_short(entry, leave, choice, values, target, i64(2), i64(2), kept, scratch)
     elif here == 1 and following == 2:
-        _advance_short(entry, leave, choice, values, target, 4, 2, kept, scratch)
+        _advance_short(entry, leave, choice, values, target, i64(4), i64(2), kept, scratch)
     elif here == 2 and following == 1:
-        _advance_short(entry, leave, choice, values, target, 2, 4, kept, scratch)
+        _advance_short(entry, leave, choice, values, target, i64(2), i64(4), kept, scratch)
     elif here == 2 and following == 2:
-        _advance_short(entry, leave, choice, values, target, 4, 4, kept, scratch)
+        _advance_short(entry, leave, choice, values, target, i64(4), i64(4), kept, scratch)
+    elif here == 2 and following == 3:
+        _advance_short(entry, leave, choice, values, target, i64(8), i64(4), kept, scratch)
+    elif here == 3 and following == 2:
+        _advance_short(entry, leave, choice, values, target, i64(4), i64(8), kept, scratch)
     elif here < LONG_RUN:
-        _advance_short(entry, leave, choice, values, target, 1 << following, 1 << here, kept, scratch)
+        _advance_short(entry, leave, choice, values, target, i64(1 << following), i64(1 << here), kept, scratch)
     else:
-        _advance_long(entry, leave, choice, values, target, 1 << following, 1 << here, kept)
+        _advance_long(entry, leave, choice, values, target, i64(1 << following), i64(1 << here), kept)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
@@ -209,14 +220,13 @@ def _search_ring(target, fresh, values, window, entry, leave, choices, scratch, 
         u = state >> fresh[p % 2]
 
 
-@njit(nogil=True, cache=True, parallel=True, error_model="numpy")
-def _search_rings(targets, fresh, values, window, states, threads):
-    count, length = targets.shape
+@njit(nogil=True, cache=True, error_model="numpy")
+def _search_rings(targets, fresh, values, window, states, first, last):
+    length = targets.shape[1]
     handed_on = 1 << (STATE_BITS - min(fresh[0], fresh[1]))
-    for worker in prange(threads):
-        entry = np.empty(handed_on, np.float32)
-        leave = np.empty(handed_on, np.float32)
-        choices = np.empty((length, handed_on), np.uint8)
-        scratch = np.empty(4 * LANES * LANES, np.float32)
-        for ring in range(count * worker // threads, count * (worker + 1) // threads):
-            _search_ring(targets[ring], fresh, values, window, entry, leave, choices, scratch, states[ring])
+    entry = np.empty(handed_on, np.float32)
+    leave = np.empty(handed_on, np.float32)
+    choices = np.empty((length, handed_on), np.uint8)
+    scratch = np.empty(4 * LANES * LANES, np.float32)
+    for ring in range(first, last):
+        _search_ring(targets[ring], fresh, values, window, entry, leave, choices, scratch, states[ring])
