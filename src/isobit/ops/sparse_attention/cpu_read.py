@@ -5,7 +5,7 @@ from numba import njit
 
 from isobit.ops.batch import PAGE_ROWS
 from isobit.ops.lanes import LANES
-from isobit.ops.scalar import ONE, ZERO, exp32, scalar_function, sigmoid32
+from isobit.ops.scalar import ZERO, exp32, scalar_function, sigmoid32
 from isobit.ops.sparse_attention.kernels import NEGATIVE_ZERO, filled, norm_and_rotate, padded
 from isobit.ops.sparse_attention.vectors import GROUP, add_weighted, dots, widen_rows
 
@@ -70,7 +70,7 @@ def _locate_keys(sizes, pages, segment, position, blocks, counts, row, kv_head, 
 def _score_keys(sizes, keys, places, count, queries, tile, offsets, products, scores):
     """scores[head, i] = the scaled dot product of a query head and the i-th key; up to a multiple of 8 are written."""
     width = padded(sizes.head_dim)
-    scale = ONE / np.sqrt(np.float32(sizes.head_dim))
+    scale = np.float32(1.0 / np.sqrt(np.float64(sizes.head_dim)))
     for first in range(0, count, TILE_KEYS):
         found = min(TILE_KEYS, count - first)
         widen_rows(keys, places, first, found, sizes.head_dim, tile, width)

@@ -4,7 +4,7 @@ import numpy as np
 from numba import njit
 
 from isobit.ops.batch import PAGE_ROWS
-from isobit.ops.scalar import ONE, ZERO, float_bits, scalar_function
+from isobit.ops.scalar import ZERO, float_bits, scalar_function
 from isobit.ops.sparse_attention.kernels import NEGATIVE_ZERO, filled, norm_and_rotate, padded
 from isobit.ops.sparse_attention.vectors import GROUP, dots
 
@@ -27,7 +27,7 @@ def score_rows(
     source = pooled if width == sizes.index_dim else tile
     offsets = np.empty(GROUP, np.int64)
     products, sums = np.empty(GROUP, np.float32), np.empty(GROUP, np.float32)
-    scale = ONE / np.sqrt(np.float32(sizes.index_dim))
+    scale = np.float32(1.0 / np.sqrt(np.float64(sizes.index_dim)))
     unit = 0
     for segment in range(len(starts) - 1):
         segment_first, segment_last = max(starts[segment], first_row), min(starts[segment + 1], last_row)
