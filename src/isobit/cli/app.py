@@ -7,6 +7,7 @@ import typer
 
 import isobit
 from isobit.cli.bench import bench
+from isobit.cli.contract import contract
 from isobit.cli.demo import demo
 from isobit.cli.fidelity import fidelity
 from isobit.cli.generate import generate
@@ -44,6 +45,7 @@ app.command()(serve)
 app.command()(inspect)
 app.command()(synth)
 app.command()(fidelity)
+app.command()(contract)
 app.add_typer(bench)
 
 

@@ -25,7 +25,7 @@ class GuardedMemory:
         cases.set_lender(self._lender)
 
     def _allocate(self, shape, dtype=np.float32) -> np.ndarray:
-        shape = (int(shape),) if np.isscalar(shape) else tuple(int(n) for n in shape)
+        shape = tuple(int(n) for n in np.atleast_1d(shape))
         size = int(np.prod(shape)) * np.dtype(dtype).itemsize
         raw = np.full(size + 2 * GUARD, self.poison, np.uint8)
         array = raw[GUARD : GUARD + size].view(dtype).reshape(shape)

@@ -59,6 +59,7 @@ def rows_of_kinds(
             values[:] = values[0]
         elif kind == "zero":
             values[:] = np.float32(0.0)
+            values[1::2] = np.float32(-0.0)
         elif kind == "one hot":
             values[:-1] = np.float32(0.0)
         elif kind == "infinite":

@@ -1,0 +1,120 @@
+"""Running the contract: every gate of every implementation, every control, and what is left uncovered."""
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from isobit.contract.controls import controls_of, two_threads
+from isobit.contract.controls.generic import nothing
+from isobit.contract.controls.planted import PLANTED, Planted
+from isobit.contract.coverage import called_functions, op_functions
+from isobit.contract.gates import GATES
+from isobit.contract.plans import FULL_SIZES, QUICK_SIZES, SIZES
+from isobit.contract.report import Check, ControlResult, OpReport, Report
+from isobit.ops.contract import Case, Control, Op, registered
+
+CASE_SEED, SCHEDULE_SEED = 7, 3
+NULL_CONTROL = "null control"  # planted without a defect: red would mean that the planting itself is seen
+
+Progress = Callable[[str, float], None]  # (what is being checked, share of the work done)
+
+
+@dataclass(frozen=True)
+class Depth:
+    """How much to check. wide: cases of a real checkpoint's widths too; sizes: of batches."""
+
+    wide: bool
+    sizes: tuple[int, ...]
+
+
+QUICK = Depth(wide=False, sizes=QUICK_SIZES)
+NORMAL = Depth(wide=True, sizes=SIZES)
+FULL = Depth(wide=True, sizes=FULL_SIZES)
+
+
+def run_contract(
+    depth: Depth = NORMAL,
+    device: str = "cpu",
+    chosen: Callable[[str], bool] = lambda name: True,
+    progress: Progress = lambda text, share: None,
+) -> Report:
+    """Run the gates and controls of every op whose name is `chosen`."""
+    start = time.monotonic()
+    every_op = registered()
+    ops = [op for name, op in every_op.items() if chosen(name)]
+    report = Report(device, 2 if two_threads() else 1, sorted(depth.sizes))
+    for number, op in enumerate(ops):
+        report.ops.append(run_op(op, depth, device, partial(_at_share, progress, number / len(ops))))
+    if len(ops) == len(every_op):
+        covered = {name for op_report in report.ops for name in op_report.functions}
+        report.uncovered = sorted(set(op_functions(device)) - covered)
+    report.seconds = time.monotonic() - start
+    return report
+
+
+def _at_share(progress: Progress, share: float, text: str) -> None:
+    progress(text, share)
+
+
+def run_op(op: Op, depth: Depth, device: str = "cpu", progress: Callable[[str], None] = lambda text: None) -> OpReport:
+    """All gates of all implementations of one op, then its controls on the narrow cases."""
+    start = time.monotonic()
+    progress(op.name)
+    report = OpReport(op.name, list(op.implementations), limits=op.limits())
+    report.functions = called_functions(op, op_functions(device))
+    cases = cases_of(op, depth.wide)
+    report.cases = [case.label for case in cases]
+    for implementation in op.implementations:
+        for gate in GATES:
+            progress(f"{op.name}, {implementation}: {gate}")
+            problem = first_problem(gate, op, implementation, cases, depth.sizes)
+            report.checks.append(Check(implementation, gate, len(cases), problem))
+    narrow = cases_of(op, wide=False)
+    for gate in GATES:
+        progress(f"{op.name}, {NULL_CONTROL}: {gate}")
+        problem = first_problem(gate, Planted(op, nothing), PLANTED, narrow, QUICK.sizes)
+        report.checks.append(Check(NULL_CONTROL, gate, len(narrow), problem))
+    for control in controls_of(op):
+        progress(f"{op.name}, control of {control.gate}: {control.defect}")
+        report.controls.append(run_control(control, narrow))
+    report.seconds = time.monotonic() - start
+    return report
+
+
+def run_control(control: Control, cases: Iterable[Case]) -> ControlResult:
+    """Plant the defect and look whether its gate turns red; a defect that raises has not been seen by the gate."""
+    planted = control.plant()
+    seen = None
+    for case in cases:
+        try:
+            seen = run_gate(control.gate, planted, PLANTED, case, QUICK.sizes)
+        except Exception as error:
+            return ControlResult(control.gate, f"{control.defect} (raised {error!r})", None)
+        if seen:
+            break
+    return ControlResult(control.gate, control.defect, seen)
+
+
+def first_problem(gate: str, op: Op, implementation: str, cases: Iterable[Case], sizes: tuple[int, ...]) -> str | None:
+    """What the gate finds wrong with the first case that fails it, or None."""
+    for case in cases:
+        try:
+            problem = run_gate(gate, op, implementation, case, sizes)
+        except Exception as error:
+            problem = f"raised {error!r}"
+        if problem:
+            return f"{case.label}: {problem}"
+    return None
+
+
+def run_gate(gate: str, op: Op, implementation: str, case: Case, sizes: tuple[int, ...]) -> str | None:
+    """What the gate finds wrong with the case, or None."""
+    return GATES[gate](op, implementation, case, np.random.default_rng(SCHEDULE_SEED), sizes)
+
+
+def cases_of(op: Op, wide: bool) -> list[Case]:
+    """The op's cases, the same in every run."""
+    return list(op.cases(np.random.default_rng(CASE_SEED), full=wide))
