@@ -5,7 +5,10 @@ import os
 from types import SimpleNamespace
 from typing import Any
 
-import numba
+# OpenMP threads that spin at a barrier stall each other whenever other processes use the cores.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+import numba  # noqa: E402
 
 OP_FOLDERS = (
     "linear",
