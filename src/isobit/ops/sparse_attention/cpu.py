@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from isobit.errors import CheckpointError
 from isobit.ops import threads
 from isobit.ops.batch import PAGE_ROWS, AttentionCache, Batch, Selection
 from isobit.ops.buffers import empty
@@ -54,19 +55,18 @@ def prepare_attention(
 ) -> Attention:  # fmt: skip
     """Prepare one attention layer; norm weights float32 [head_dim] and [index_dim], stored around 0.
 
-    Raises ValueError for sizes that do not fit each other.
+    Raises CheckpointError for sizes that do not fit each other, and for weights of another shape.
     """
     _check_sizes(heads, kv_heads, head_dim, index_dim, budget, block, rotary_dim)
     cosines, sines = rotary_tables(int(rotary_dim), float(theta), int(positions))
-    kept_blocks = budget // block
-    sizes = Sizes(heads, kv_heads, head_dim, index_heads, index_dim, block, kept_blocks)
+    sizes = Sizes(heads, kv_heads, head_dim, index_heads, index_dim, block, budget // block)
     return Attention(
         sizes=Sizes(*map(int, sizes)),
         eps=np.float32(eps),
-        q_weight=_one_plus(q_norm),
-        k_weight=_one_plus(k_norm),
-        index_q_weight=_one_plus(index_q_norm),
-        index_k_weight=_one_plus(index_k_norm),
+        q_weight=_one_plus("q_norm", q_norm, head_dim),
+        k_weight=_one_plus("k_norm", k_norm, head_dim),
+        index_q_weight=_one_plus("the indexer's q_norm", index_q_norm, index_dim),
+        index_k_weight=_one_plus("the indexer's k_norm", index_k_norm, index_dim),
         cosines=cosines,
         sines=sines,
     )
@@ -74,15 +74,20 @@ def prepare_attention(
 
 def _check_sizes(heads, kv_heads, head_dim, index_dim, budget, block, rotary_dim) -> None:
     if heads % kv_heads:
-        raise ValueError(f"{heads} query heads cannot share {kv_heads} key-value heads: expected a multiple")
+        raise CheckpointError(f"attention: {heads} query heads, expected a multiple of the {kv_heads} key-value heads")
     if PAGE_ROWS % block or budget % block or budget < block:
-        raise ValueError(f"block {block} must divide {PAGE_ROWS} and the budget {budget}")
+        raise CheckpointError(f"attention: blocks of {block} keys, expected a divisor of {PAGE_ROWS} and of {budget}")
     if rotary_dim % 2 or not 0 <= rotary_dim <= min(head_dim, index_dim):
-        raise ValueError(f"rotary_dim {rotary_dim} must be even and at most {min(head_dim, index_dim)}")
+        raise CheckpointError(
+            f"attention: {rotary_dim} rotary dims, expected an even number up to {min(head_dim, index_dim)}"
+        )
 
 
-def _one_plus(weight) -> np.ndarray:
-    return np.add(np.float32(1), np.asarray(weight, dtype=np.float32), dtype=np.float32)
+def _one_plus(name: str, weight, width: int) -> np.ndarray:
+    weight = np.asarray(weight, dtype=np.float32)
+    if weight.shape != (width,):
+        raise CheckpointError(f"attention: {name} has shape {list(weight.shape)}, expected [{width}]")
+    return np.add(np.float32(1), weight, dtype=np.float32)
 
 
 def attention_cache(handle: Attention, pages: int) -> AttentionCache:
