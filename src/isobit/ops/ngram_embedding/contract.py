@@ -224,7 +224,7 @@ class PleInject:
         dot_error += hidden * SMALLEST
         gate_error = np.minimum(500.0, 0.5 / np.sqrt(np.maximum(dot, 1e-6))) * dot_error + 0.002 * (dot <= dot_error)
         value = np.abs(value.astype(np.float64))[:, None, :]
-        gated_error = value * (gate_error[:, :, None] / 4 + 8 * UNIT)
+        gated_error = value * (gate_error[:, :, None] / 4 + 8 * UNIT) + SMALLEST
         gain = np.abs(1 + inputs["norm_conv"].astype(np.float64)).reshape(shape)
         inverse = 1 / np.sqrt(np.mean(np.square(value / 4), axis=-1, keepdims=True) + 1e-6)
         largest = value * gain * inverse
