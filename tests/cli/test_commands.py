@@ -10,6 +10,7 @@ import time
 import pytest
 
 from isobit.cli.app import run
+from isobit.cli.generate import printable
 from isobit.errors import IsobitError
 
 
@@ -103,6 +104,10 @@ def test_generate_streams_its_text_and_reads_standard_input(test_checkpoint):
     described = json.loads(isobit("generate", *options, "--json", input="né").stdout)
     assert shown.stdout == described["text"] + "\n"
     assert shown.stderr == ""
+
+
+def test_a_terminal_is_not_given_orders():
+    assert printable("a\x1b[2Jb\r\nc\td\x9b é") == "a\ufffd[2Jb\ufffd\nc\td\ufffd é"
 
 
 def test_generate_without_a_seed_names_the_one_it_took(test_checkpoint, capsys):

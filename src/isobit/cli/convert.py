@@ -69,6 +69,8 @@ def convert(
                 f"Quantizing {plan.weights / 1e6:,.2f} M weights on the CPU: {_spoken(plan.seconds(codebook))} in all, "
                 f"{plan.nbytes / 1e6:,.0f} MB. The CPU is for small models."
             )
+            for note in plan.notes:
+                progress.say(f"note: {note}")
 
         run(source, target, options, announce=announce, progress=progress)
     written = sum(file.stat().st_size for file in target.iterdir())

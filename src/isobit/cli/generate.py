@@ -3,6 +3,7 @@
 import json
 import secrets
 import sys
+import unicodedata
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -97,7 +98,7 @@ def _reply(engine: "Engine", request: "Request", show: bool) -> tuple[str, "Fini
     def add(piece: str) -> None:
         pieces.append(piece)
         if show and piece:
-            print(piece, end="", flush=True)
+            print(printable(piece) if sys.stdout.isatty() else piece, end="", flush=True)
 
     for event in follow(engine, request):
         if isinstance(event, TokenEvent):
@@ -110,6 +111,11 @@ def _reply(engine: "Engine", request: "Request", show: bool) -> tuple[str, "Fini
                 raise IsobitError(f"the reply could not be computed: {event.error}")
             return "".join(pieces), event
     raise RuntimeError("the engine did not end the request")
+
+
+def printable(text: str) -> str:
+    """The text with control characters, which a terminal would obey, replaced by U+FFFD."""
+    return "".join(c if c in "\n\t" or unicodedata.category(c) != "Cc" else "\ufffd" for c in text)
 
 
 def _described(request: "Request", text: str, finished: "Finished") -> dict[str, Any]:
