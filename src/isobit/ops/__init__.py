@@ -43,11 +43,15 @@ def import_contracts() -> None:
         importlib.import_module(f"isobit.ops.{folder}.contract")
 
 
+_threads = numba.config.NUMBA_NUM_THREADS
+
+
 def threads() -> int:
     """How many threads CPU kernels use."""
-    return numba.get_num_threads()
+    return _threads
 
 
 def set_threads(count: int) -> None:
-    """Use `count` threads in CPU kernels (1 to the number that Numba launched); never changes a bit."""
-    numba.set_num_threads(max(1, min(count, numba.config.NUMBA_NUM_THREADS, os.cpu_count() or 1)))
+    """Use `count` threads in CPU kernels (1 to the number of cores that Numba sees); never changes a bit."""
+    global _threads
+    _threads = max(1, min(count, numba.config.NUMBA_NUM_THREADS))
