@@ -12,6 +12,7 @@ from isobit.ops.linear.vectors import (
     fma,
     has_feature,
     load,
+    prefetch,
     shuffle,
     splat,
     store,
@@ -96,6 +97,25 @@ def _product_columns(rows: int) -> int:
     return PANEL_COLUMNS if _WIDE or rows <= 3 else PANEL_COLUMNS // 2
 
 
+class _Loads(dict):
+    """Operands by number, loaded where they are first used."""
+
+    def __init__(self, load_one):
+        super().__init__()
+        self._load_one = load_one
+
+    def __missing__(self, number):
+        self[number] = self._load_one(number)
+        return self[number]
+
+
+def _ordered_places(rows: range, columns: range):
+    """All (row, column), so that the operands of the shorter side are held and the others used up one by one."""
+    if len(rows) < len(columns):
+        return [(row, column) for column in columns for row in rows]
+    return [(row, column) for row in rows for column in columns]
+
+
 def _emit_product(builder, rows: int, columns: int, first: int, x, panels, steps, sums, fresh):
     """Chains of `rows` x `columns` outputs from column `first`, over steps * _STEPS inputs."""
     lanes = _PRODUCT_LANES
@@ -115,16 +135,23 @@ def _emit_product(builder, rows: int, columns: int, first: int, x, panels, steps
     x_step = builder.add(x, builder.mul(step, INDEX(4 * _STEPS)))
     panel_step = builder.add(panels, builder.mul(step, INDEX(64 * _STEPS)))
     second_step = builder.add(panel_step, INDEX(PANEL_BYTES))
+    next_rows = builder.add(builder.add(x, INDEX(rows * ROW_BYTES)), builder.mul(step, INDEX(4 * _STEPS * rows)))
+    for offset in range(0, 4 * _STEPS * rows, 48):
+        prefetch(builder, builder.add(next_rows, INDEX(offset)))
+    used_columns = range(first, first + columns, lanes)
     for k in range(_STEPS):
-        weights = {}
-        for column in range(first, first + columns, lanes):
+
+        def weights_of(column, k=k):
             panel = panel_step if column < 16 else second_step
-            weights[column] = load(builder, panel, kind, 64 * k + 4 * (column % 16))
-        for row in range(rows):
-            value = broadcast(builder, load(builder, x_step, FLOAT, row * ROW_BYTES + 4 * k), lanes)
-            for i, (place_row, column) in enumerate(places):
-                if place_row == row:
-                    carried[i] = fma(builder, value, weights[column], carried[i])
+            return load(builder, panel, kind, 64 * k + 4 * (column % 16))
+
+        def inputs_of(row, k=k):
+            return broadcast(builder, load(builder, x_step, FLOAT, row * ROW_BYTES + 4 * k), lanes)
+
+        weights, inputs = _Loads(weights_of), _Loads(inputs_of)
+        for row, column in _ordered_places(range(rows), used_columns):
+            i = places.index((row, column))
+            carried[i] = fma(builder, inputs[row], weights[column], carried[i])
     following = builder.add(step, INDEX(1))
     step.add_incoming(INDEX(0), before)
     step.add_incoming(following, builder.block)

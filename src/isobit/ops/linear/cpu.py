@@ -11,7 +11,7 @@ from isobit.errors import CheckpointError
 from isobit.ops import buffers, threads
 from isobit.ops.linear import product
 from isobit.ops.linear.blocks import BLOCK, ROW_BYTES
-from isobit.ops.linear.memory import field, place_of, zero_floats
+from isobit.ops.linear.memory import field, place_of
 from isobit.ops.linear.parallel import run_parts
 from isobit.ops.linear.product import (
     COLUMN_UNIT,
@@ -32,7 +32,7 @@ from isobit.ops.linear.tiles import BFLOAT16, FLOAT16, FLOAT32, TileFormat, tile
 __all__ = ["linear", "prepare_linear"]
 
 BY_ROW_COUNT, ROW_BY_ROW, IN_PANELS = 0, 1, 2  # how to compute; the first is what the model uses
-MOST_ROWS = 1024  # that one thread prepares at a time
+MOST_ROWS = 512  # that one thread prepares at a time
 MOST_PREPARED_BYTES = 32 << 20
 SMALL_WORK = 1 << 16  # multiply-adds that are done before a second thread has begun
 
@@ -103,7 +103,7 @@ def _plan(rows: int, handle: LinearHandle, parts: int, how: int) -> np.ndarray:
         pass_rows = min(-(-rows // int(plan[ROW_CUTS])), most_rows)
         sums = 3 if handle.stored_inputs >= product.LONG_INPUTS else 1
         plan[PASS_ROWS] = pass_rows
-        plan[PART_FLOATS] = pass_rows * (blocks + sums) * BLOCK + product.PAIR_FLOATS + BLOCK
+        plan[PART_FLOATS] = pass_rows * (blocks + sums) * BLOCK + product.PANELS_FLOATS + BLOCK
     return plan
 
 
@@ -225,11 +225,10 @@ def _in_panels(x, first_row, last_row, layer, first_column, last_column, y, pass
     """Stored columns [first_column, last_column) of rows [first_row, last_row) of y, `pass_rows` rows at a time."""
     inputs, outputs = field(layer, INPUTS), field(layer, OUTPUTS)
     panels = scratch
-    spare = panels + 4 * product.PAIR_FLOATS
+    spare = panels + 4 * product.PANELS_FLOATS
     sums = spare + ROW_BYTES
     prepared = sums + pass_rows * ROW_BYTES
     totals = prepared + pass_rows * input_blocks(layer) * ROW_BYTES
-    zero_floats(panels, product.PAIR_FLOATS)
     for start in range(first_row, last_row, pass_rows):
         rows = min(pass_rows, last_row - start)
         for row in range(rows):

@@ -39,9 +39,9 @@ FIELDS = 20
 
 TILE = 16
 BLOCK_TILES = BLOCK // TILE
-PAIR = 2
-PAIR_COLUMNS = PAIR * TILE
-PAIR_FLOATS = PAIR * BLOCK * TILE
+PAIR_COLUMNS = 2 * TILE
+PANELS_FLOATS = BLOCK * BLOCK  # panels of one block of outputs for one block of inputs
+NEAR_ROWS = 48  # rows of which a block of inputs stays in the nearest cache beside a pair of panels
 LONG_INPUTS = 4096
 LONG_SHARDS = 4
 
@@ -166,19 +166,31 @@ def _chains_of_rows(layer, column, columns, rows, prepared, sums, totals, panels
     shards, all_blocks, all_tile_rows = k_shards(layer), input_blocks(layer), field(layer, TILE_ROWS)
     tile_bytes = field(layer, TILE_BYTES)
     row_stride = field(layer, TILE_COLUMNS) * tile_bytes
+    parts = (rows + NEAR_ROWS - 1) // NEAR_ROWS
+    width = PAIR_COLUMNS if parts == 1 else BLOCK
     for shard in range(shards):
         first, last = shard * all_blocks // shards, (shard + 1) * all_blocks // shards
         for block in range(first, last):
             tile_row = block * BLOCK_TILES
             tile_rows = min(BLOCK_TILES, all_tile_rows - tile_row)
             block_inputs = prepared + block * rows * ROW_BYTES
-            for offset in range(0, columns, PAIR_COLUMNS):
+            fresh = 1 if block == first else 0
+            for offset in range(0, columns, width):
                 tiles = field(layer, TILES) + tile_row * row_stride + (column + offset) // TILE * tile_bytes
-                pair = min(PAIR, (columns - offset) // TILE)
-                call(field(layer, DECODE), (tiles, row_stride, tile_rows, pair, panels, blocks.PANEL_BYTES))
-                fresh = 1 if block == first else 0
-                arguments = (rows, block_inputs, panels, tile_rows * TILE, sums + 4 * offset, fresh)
-                call(field(layer, MULTIPLY_PANELS), arguments)
+                some = min(width, columns - offset)
+                call(field(layer, DECODE), (tiles, row_stride, tile_rows, some // TILE, panels, blocks.PANEL_BYTES))
+                for part in range(parts):
+                    first_row, last_row = part * rows // parts * ROW_BYTES, (part + 1) * rows // parts * ROW_BYTES
+                    for pair in range(0, some, PAIR_COLUMNS):
+                        arguments = (
+                            (last_row - first_row) // ROW_BYTES,
+                            block_inputs + first_row,
+                            panels + pair // TILE * blocks.PANEL_BYTES,
+                            tile_rows * TILE,
+                            sums + first_row + 4 * (offset + pair),
+                            fresh,
+                        )
+                        call(field(layer, MULTIPLY_PANELS), arguments)
         if shards > 1:
             call(field(layer, CLOSE_SHARD), (rows, sums, totals, close_step(shard, shards)))
 

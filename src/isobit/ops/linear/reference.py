@@ -6,6 +6,10 @@ from isobit.checkpoint.trellis import BLOCK, butterfly, dequantize_inner
 from isobit.checkpoint.weights import Exl3Linear, Linear
 
 HALF_MAX = 65504.0
+ROUNDING = 2.0**-24
+TINY = 2.0**-148  # a rounding among subnormals
+ROTATION_ROUNDINGS = 11  # seven additions, two products, and the constant's own rounding
+LONGEST_CHAIN = 4096  # longer ones are cut into shards
 
 
 def linear(x: np.ndarray, weights: Linear) -> np.ndarray:
@@ -34,3 +38,46 @@ def rotated_outputs(sums: np.ndarray, weights: Exl3Linear) -> np.ndarray:
     """float64 [R, N] -> float64 [R, out_features]."""
     y = butterfly(sums, BLOCK) / np.sqrt(BLOCK) * weights.svh.astype(np.float64)
     return y[:, : weights.out_features]
+
+
+def error_limit(x: np.ndarray, x_error: np.ndarray, weights: Linear) -> np.ndarray:
+    """How far the float32 layer may be from `linear(x, weights)` when its own input is within x_error of x.
+
+    Every rounding at its worst: float64 [R, out_features]. A rotated input near the middle of two halves may round
+    either way, any other one not.
+    """
+    if not isinstance(weights, Exl3Linear):
+        magnitudes = np.abs(weights.weight.T.astype(np.float64))
+        limit = x_error @ magnitudes + _chain_error(np.abs(x) + x_error, magnitudes)
+    else:
+        limit = _trellis_error(x, x_error, weights)
+    return limit + ROUNDING * (np.abs(linear(x, weights)) + limit) + TINY
+
+
+def _trellis_error(x: np.ndarray, x_error: np.ndarray, weights: Exl3Linear) -> np.ndarray:
+    magnitudes = np.abs(dequantize_inner(weights).astype(np.float64))
+    exact = rotated_inputs(x, weights)
+    scaled = np.abs(weights.suh.astype(np.float64)) / np.sqrt(BLOCK)
+    padded = np.zeros((2, *exact.shape))
+    padded[0, :, : x.shape[1]], padded[1, :, : x.shape[1]] = np.abs(x), x_error
+    sizes, errors = _block_sums(padded * scaled)
+    doubt = errors + ROTATION_ROUNDINGS * ROUNDING * (sizes + errors) + TINY
+    halves = rounded(exact)
+    off = np.maximum(np.abs(rounded(exact + doubt) - halves), np.abs(rounded(exact - doubt) - halves))
+    sums = halves @ dequantize_inner(weights).astype(np.float64)
+    sum_error = off @ magnitudes + _chain_error(np.abs(halves) + off, magnitudes)
+    out_scale = np.abs(weights.svh.astype(np.float64)) / np.sqrt(BLOCK)
+    rotation = ROTATION_ROUNDINGS * ROUNDING * _block_sums(np.abs(sums) + sum_error)
+    limit = (_block_sums(sum_error) + rotation) * out_scale
+    return limit[:, : weights.out_features]
+
+
+def _chain_error(x: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    steps = min(len(weights), LONGEST_CHAIN) + 8
+    return steps * ROUNDING * (x @ weights) + len(weights) * TINY
+
+
+def _block_sums(x: np.ndarray) -> np.ndarray:
+    """Each block's sum, in place of every one of its elements."""
+    blocks = x.reshape(*x.shape[:-1], -1, BLOCK)
+    return np.repeat(blocks.sum(axis=-1), BLOCK, axis=-1)

@@ -55,6 +55,12 @@ def store(builder, value, address, offset: int = 0, align: int = 4):
     builder.store(value, pointer(builder, address, value.type, offset), align=align)
 
 
+def prefetch(builder, address):
+    """Ask for the cache line at an address, soon to be read."""
+    byte = builder.inttoptr(address, BYTE.as_pointer())
+    _call(builder, "llvm.prefetch.p0", ir.VoidType(), [byte, INT(0), INT(3), INT(1)])
+
+
 def fma(builder, a, b, c):
     """a * b + c in every lane, rounded once."""
     lanes = a.type.count
