@@ -341,6 +341,17 @@ def test_a_small_disk_is_refused_before_any_work(small_source, tmp_path, monkeyp
         convert(small_source, tmp_path / "exl3", ConvertOptions(8))
 
 
+def test_what_the_result_will_lack_is_noted(tmp_path):
+    arrays = {name: array for name, array in source_tensors().items() if not name.startswith("mtp.")}
+    source = write_source(tmp_path / "model", arrays)
+    (source / "tokenizer.json").unlink()
+    with Checkpoint(source) as checkpoint:
+        notes = module.make_plan(checkpoint, ConvertOptions(4)).notes
+    assert len(notes) == 2
+    assert "no tokenizer.json" in notes[0]
+    assert "MTP head" in notes[1]
+
+
 def test_a_tied_head_is_stored_by_itself(tmp_path):
     tied = {**SMALL, "tie_word_embeddings": True}
     arrays = source_tensors(**SMALL)
@@ -365,6 +376,7 @@ def test_the_command_says_what_it_costs(small_source, tmp_path):
     assert result.exit_code == 0, result.output
     assert "Quantizing 0.16 M weights on the CPU: about" in result.output
     assert "small models" in result.output
+    assert "note:" not in result.output
     with Checkpoint(target) as checkpoint:
         assert checkpoint.head().codebook == "mcg"
     wrong = CliRunner().invoke(app, [str(small_source), str(target), "--bits", "four"])

@@ -33,7 +33,7 @@ from isobit.checkpoint.search import search
 from isobit.checkpoint.store import NUMPY_TYPES, TensorInfo, TensorWriter
 from isobit.checkpoint.trellis import TILE, TILE_VALUES, check_width
 from isobit.checkpoint.weights import CODEBOOKS, NgramTable
-from isobit.checkpoint.work_folder import WorkFolder
+from isobit.checkpoint.work_folder import WorkFolder, work_path_of
 from isobit.errors import CheckpointError, IsobitError
 
 COPY_BYTES = 1 << 24
@@ -97,11 +97,15 @@ class Output:
 
 @dataclass
 class Plan:
-    """All jobs and outputs of a conversion; the outputs of the n-gram tables, `tables`, have a file of their own."""
+    """All jobs and outputs of a conversion; the outputs of the n-gram tables, `tables`, have a file of their own.
+
+    notes: what a user should know of the result, a line each.
+    """
 
     jobs: list[Job] = field(default_factory=list)
     outputs: dict[str, Output] = field(default_factory=dict)
     tables: dict[str, Output] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
 
     @property
     def weights(self) -> int:
@@ -137,7 +141,9 @@ def convert(
     options.check()
     source, target = Path(source), Path(target)
     if target.exists() or target.is_symlink():
-        raise IsobitError(f"{target} exists already; name another folder, or remove it first")
+        work_path = work_path_of(target)
+        left = f" ({work_path} is left from a conversion and may be removed)" if work_path.exists() else ""
+        raise IsobitError(f"{target} exists already; name another folder, or remove it first{left}")
     with Checkpoint(source) as checkpoint:
         plan = make_plan(checkpoint, options)
         _make_parent(target)
@@ -169,7 +175,7 @@ def make_plan(checkpoint: Checkpoint, options: ConvertOptions) -> Plan:
         raise IsobitError(f"{checkpoint.folder} has no MTP head; leave --mtp-bits out")
     if options.ngram_bits is not None and not checkpoint.config.ple_layers:
         raise IsobitError(f"{checkpoint.folder} has no n-gram table; leave --ngram-bits out")
-    plan = Plan()
+    plan = Plan(notes=_notes(checkpoint))
     groups = list(required_tensors(checkpoint.config))
     if checkpoint.config.tie_word_embeddings:
         groups.append(_head(checkpoint))
@@ -181,6 +187,15 @@ def make_plan(checkpoint: Checkpoint, options: ConvertOptions) -> Plan:
         else:
             _plan_copied(plan, checkpoint, group)
     return plan
+
+
+def _notes(checkpoint: Checkpoint) -> list[str]:
+    notes = []
+    if not (checkpoint.folder / "tokenizer.json").is_file():
+        notes.append(f"{checkpoint.folder} has no tokenizer.json; the result cannot be served until one is added.")
+    if checkpoint.lacks_mtp:
+        notes.append(f"{checkpoint.folder} holds no tensors of its MTP head; the result has none.")
+    return notes
 
 
 def _head(checkpoint: Checkpoint) -> TensorGroup:

@@ -16,6 +16,11 @@ from isobit.errors import IsobitError
 SUFFIX = ".converting"
 
 
+def work_path_of(target: Path) -> Path:
+    """Where the work folder of a target lies."""
+    return target.absolute().with_name(target.absolute().name + SUFFIX)
+
+
 class WorkFolder:
     """`TARGET.converting`: a record of what is being made, and one file a finished piece.
 
@@ -24,7 +29,7 @@ class WorkFolder:
     """
 
     def __init__(self, target: Path, record: Mapping[str, Any]):
-        self.path = target.absolute().with_name(target.absolute().name + SUFFIX)
+        self.path = work_path_of(target)
         self._pieces = self.path / "pieces"
         try:
             self._pieces.mkdir(parents=True, exist_ok=True)

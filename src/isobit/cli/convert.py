@@ -72,7 +72,11 @@ def convert(
             for note in plan.notes:
                 progress.say(f"note: {note}")
 
-        run(source, target, options, announce=announce, progress=progress)
+        try:
+            run(source, target, options, announce=announce, progress=progress)
+        except KeyboardInterrupt:
+            progress.say("Interrupted; finished tensors are kept. Run the same command to go on.")
+            raise
     written = sum(file.stat().st_size for file in target.iterdir())
     typer.echo(f"Wrote {target} ({written / 1e6:,.1f} MB). See what it holds: isobit inspect {target}")
 
