@@ -46,7 +46,7 @@ def sound(bench):
     from isobit.fidelity.matched import matched_roundings
 
     with matched_roundings(bench.reference, bench.checkpoint):
-        return bench.reference.run(bench.tokens)
+        return bench.reference.run(bench.tokens, record_boundaries=True)
 
 
 def copied(run):
@@ -56,7 +56,7 @@ def copied(run):
         key: LayerChoices(list(layer.scores), list(layer.chosen), list(layer.natural))
         for key, layer in run.choices.items()
     }
-    return Run(run.logits.copy(), choices)
+    return Run(run.logits.copy(), choices, run.boundaries)
 
 
 def test_rounding_alone_passes(bench, sound):
@@ -64,7 +64,8 @@ def test_rounding_alone_passes(bench, sound):
     assert report.passed, report.failures
     assert report.past_budget >= 72
     assert report.forced.error_max > 1e-4, "isobit's roundings must show in the plain comparison"
-    assert report.matched.error_max < 1e-6
+    assert report.part_by_part.error_max < 1e-6
+    assert max(part.worst for part in report.parts) < 1e-6
 
 
 def test_near_ties_are_traced_and_forced(bench):
@@ -84,7 +85,7 @@ def test_near_ties_are_traced_and_forced(bench):
             for position, ids in enumerate(natural)
             if np.isin(ids, (1, 2)).sum() == 1
         }
-        mine = reference.run(bench.tokens, swapped)
+        mine = reference.run(bench.tokens, swapped, record_boundaries=True)
     report = compare(mine, reference, bench.checkpoint, bench.tokens, lambda step: None)
     assert report.passed, report.failures
     traced = {root.place for root in report.roots if root.place.layer == 1}
@@ -100,7 +101,7 @@ def test_a_choice_that_is_no_near_tie_fails(bench, sound):
 
     worst = np.sort(np.argsort(sound.choices["router", 1].scores[50])[:2])
     with matched_roundings(bench.reference, bench.checkpoint):
-        mine = bench.reference.run(bench.tokens, {Place("router", 1, 50): worst})
+        mine = bench.reference.run(bench.tokens, {Place("router", 1, 50): worst}, record_boundaries=True)
     report = bench.judge(mine)
     assert not report.passed
     assert any("router of layer 1 at position 50" in failure for failure in report.failures)
@@ -114,19 +115,29 @@ def test_a_wrong_weight_fails(bench, defect):
         "a wrong norm": ("model.layers.3.self_attn.indexer.q_layernorm.weight", lambda w: w + np.float32(0.25)),
     }
     name, change = changes[defect]
-    report = bench.judge(bench.loaded({name: np.ascontiguousarray(change(bench.parameters[name]))}).run(bench.tokens))
+    report = bench.judge(
+        bench.loaded({name: np.ascontiguousarray(change(bench.parameters[name]))}).run(
+            bench.tokens, record_boundaries=True
+        )
+    )
     assert not report.passed
 
 
-def test_a_rounding_in_another_place_fails(bench, sound):
-    """bfloat16 logits, a late rounding: below the plain comparison's limit, above the matched one's."""
-    import torch
+def test_a_rounding_in_another_place_fails(bench):
+    """Inputs rounded to half before their rotation, not after: no larger an error, but not the declared one."""
+    from isobit.fidelity.matched import half
 
-    mine = copied(sound)
-    mine.logits[:] = torch.from_numpy(sound.logits).bfloat16().float().numpy()
-    report = bench.judge(mine)
-    assert report.forced.error_max < 2e-2
-    assert any("roundings" in failure for failure in report.failures)
+    names = [f"layers.1.linear_attn.{part}" for part in ("in_proj_qkv", "in_proj_z", "out_proj")]
+    hooks = [
+        bench.reference.model.model.get_submodule(name).register_forward_pre_hook(lambda _, inputs: half(inputs[0]))
+        for name in names
+    ]
+    early = bench.reference.run(bench.tokens, record_boundaries=True)
+    for hook in hooks:
+        hook.remove()
+    report = bench.judge(early)
+    assert report.forced.error_max < 2e-3
+    assert any("the mixer of layer 1, from the same streams" in failure for failure in report.failures)
 
 
 def test_a_choice_that_is_not_one_fails(bench, sound):

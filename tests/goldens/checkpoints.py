@@ -9,8 +9,9 @@ import numpy as np
 
 from isobit.checkpoint.synth import synthesize
 
-POSITIONS = 112  # tokens in a golden run, at least 72 of them past every checkpoint's selection budget
-KEPT_ROWS = (0, 1, 5, 37, 40, 74, 90, 111)
+POSITIONS = 112  # at least 72 of them past every checkpoint's selection budget
+GOLDEN_POSITIONS = 56
+KEPT_ROWS = (0, 1, 5, 30, 32, 41, 50, 55)
 
 CHECKPOINTS: dict[str, dict[str, Any]] = {
     "plain_sailing": {
@@ -75,11 +76,11 @@ def make_checkpoint(name: str, folder: Path) -> Path:
     return synthesize(folder, "test", mtp=False, **CHECKPOINTS[name])
 
 
-def tokens_of(name: str, vocab_size: int, end_token: int) -> np.ndarray:
-    """int64 [POSITIONS], keyed by the checkpoint's seed, end tokens inside."""
-    generator = np.random.Generator(np.random.PCG64(CHECKPOINTS[name]["seed"]))
-    tokens = generator.integers(0, vocab_size, POSITIONS)
-    tokens[[30, 31, 77]] = end_token
+def tokens_of(name: str, vocab_size: int, end_token: int, count: int = POSITIONS, draw: int = 0) -> np.ndarray:
+    """int64 [count], keyed by the checkpoint's seed and `draw`, end tokens inside."""
+    generator = np.random.Generator(np.random.PCG64([CHECKPOINTS[name]["seed"], draw]))
+    tokens = generator.integers(0, vocab_size, count)
+    tokens[[30, 31, 47]] = end_token
     return tokens
 
 

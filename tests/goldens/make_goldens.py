@@ -10,9 +10,18 @@ import numpy as np
 
 from isobit.checkpoint.weights import CODEBOOKS, WIDTHS
 from tests.goldens.bitwise import ring_values, tile_matrix
-from tests.goldens.checkpoints import CHECKPOINTS, KEPT_ROWS, digest, make_checkpoint, tokens_of
+from tests.goldens.checkpoints import (
+    CHECKPOINTS,
+    GOLDEN_POSITIONS,
+    KEPT_ROWS,
+    digest,
+    make_checkpoint,
+    tokens_of,
+)
 
 FOLDER = Path(__file__).parent
+DRAWS = 400
+MARGIN = 4  # times the error of the scores
 
 
 def format_goldens() -> dict[str, np.ndarray]:
@@ -35,9 +44,8 @@ def format_goldens() -> dict[str, np.ndarray]:
 
 
 def logit_goldens() -> dict[str, np.ndarray]:
-    """For every checkpoint the logits of some rows, by transformers as it is and with isobit's declared roundings."""
+    """For every checkpoint some rows' logits by transformers, over tokens that leave no choice to rounding."""
     from isobit.checkpoint.reader import Checkpoint
-    from isobit.fidelity.matched import matched_roundings
     from isobit.fidelity.parameters import parameters, table_gathers, text_config
     from isobit.fidelity.reference import Reference
 
@@ -48,14 +56,39 @@ def logit_goldens() -> dict[str, np.ndarray]:
             checkpoint = Checkpoint(folder)
             reference = Reference(text_config(folder), table_gathers(checkpoint))
             reference.load(parameters(checkpoint))
-            tokens = tokens_of(name, checkpoint.config.vocab_size, checkpoint.config.ple_end_token)
-            plain = reference.run(tokens)
-            with matched_roundings(reference, checkpoint):
-                matched = reference.run(tokens)
+            tokens, run = decided_run(name, checkpoint, reference)
             goldens[f"{name}/digest"] = np.array(digest(folder))
-            goldens[f"{name}/plain"] = plain.logits[list(KEPT_ROWS)]
-            goldens[f"{name}/matched"] = matched.logits[list(KEPT_ROWS)]
+            goldens[f"{name}/tokens"] = tokens
+            goldens[f"{name}/logits"] = run.logits[list(KEPT_ROWS)]
     return goldens
+
+
+def decided_run(name, checkpoint, reference):
+    """The first draw of tokens whose choices all have margins well above what isobit's roundings do to the scores."""
+    from isobit.fidelity.choices import all_forced, score_errors
+    from isobit.fidelity.matched import matched_roundings
+
+    config = checkpoint.config
+    for draw in range(DRAWS):
+        tokens = tokens_of(name, config.vocab_size, config.ple_end_token, GOLDEN_POSITIONS, draw)
+        run = reference.run(tokens)
+        with matched_roundings(reference, checkpoint):
+            rounded = reference.run(tokens, all_forced(run.choices))
+        errors = score_errors(rounded.choices, run.choices)
+        if all(smallest_margin(layer) > MARGIN * errors[key] for key, layer in run.choices.items()):
+            print(f"{name}: draw {draw}")
+            return tokens, run
+    raise SystemExit(f"{name}: none of {DRAWS} draws is free of near ties")
+
+
+def smallest_margin(layer) -> float:
+    """By how much the scores prefer what was chosen, in the closest choice that is not an exact tie at zero."""
+    margins = [np.inf]
+    for scores, chosen in zip(layer.scores, layer.chosen, strict=True):
+        left = np.delete(scores, chosen)
+        if len(left) and (margin := scores[chosen].min() - left.max()):
+            margins.append(float(margin))
+    return min(margins)
 
 
 if __name__ == "__main__":

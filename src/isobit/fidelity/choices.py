@@ -52,10 +52,15 @@ Forced = dict[Place, np.ndarray]
 
 @dataclass(frozen=True)
 class Run:
-    """One stream through one implementation. logits: float32 [T, V]; choices: what every router and indexer chose."""
+    """One stream through one implementation.
+
+    logits: float32 [T, V]; choices: what every router and indexer chose; boundaries: the residual streams, float32
+    [T, S, H], at each boundary of boundaries.py, if they were recorded.
+    """
 
     logits: np.ndarray
     choices: Recording
+    boundaries: list[np.ndarray] = field(default_factory=list)
 
 
 def best(scores: np.ndarray, count: int) -> np.ndarray:

@@ -1,49 +1,25 @@
 """Holds isobit's run against the reference, and explains or fails on every difference."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
+from isobit.checkpoint.config import FlashNextConfig
 from isobit.checkpoint.reader import Checkpoint
-from isobit.fidelity.choices import (
-    ChoiceKind,
-    Forced,
-    Root,
-    Run,
-    all_forced,
-    differing,
-    malformed,
-    relative_score_errors,
-    roots,
-)
+from isobit.fidelity.agreement import Agreement, agreement
+from isobit.fidelity.boundaries import Part, parts
+from isobit.fidelity.choices import ChoiceKind, Place, Root, Run, all_forced, differing, malformed, roots
 from isobit.fidelity.matched import matched_roundings
 from isobit.fidelity.reference import Reference
 
-ROUNDING_LIMIT = 2e-2  # relative error that half-precision operands may cause, choices being equal
-MATCHED_LIMIT = 1e-3  # relative error that the order of float32 sums may cause, roundings being equal too
+# Relative errors that sound arithmetic stays below.
+ROUNDING_LIMIT = 2e-2  # of logits and scores, from half-precision operands through the whole network
+PART_LIMIT = 2e-4  # of one part of the network, from the order of float32 sums and what it flips in half precision
+WORST_LIMIT = 2e-3  # the same, in the worst position
 
 Say = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class Agreement:
-    """isobit's logits against a reference run's, over all positions.
-
-    top1: positions with the same best token. kl: of isobit's distribution from the reference's, in nats. error: the
-    norm of the difference over the norm of the reference's logits, per position. logit_error: the largest difference.
-    score_error: of routers and indexers, norm over norm, in the worst layer.
-    """
-
-    top1: int
-    positions: int
-    kl_mean: float
-    kl_max: float
-    error_mean: float
-    error_max: float
-    logit_error: float
-    score_error: float
 
 
 @dataclass(frozen=True)
@@ -67,16 +43,21 @@ class Difference:
 
 @dataclass(frozen=True)
 class Report:
-    """What `isobit fidelity` found. past_budget: positions at which the indexer had more blocks than it may read."""
+    """What `isobit fidelity` found. past_budget: positions at which the indexer had more blocks than it may read.
+
+    free: against the reference as it is; forced: with isobit's choices; part_by_part: with isobit's choices, roundings
+    and every part's input streams. They are None, and the tuples empty, when isobit's run is no valid one.
+    """
 
     tokens: int
     past_budget: int
-    free: Agreement
-    forced: Agreement | None
-    matched: Agreement | None
-    roots: tuple[Root, ...]
-    differences: tuple[Difference, ...]
-    failures: tuple[str, ...]
+    free: Agreement | None = None
+    forced: Agreement | None = None
+    part_by_part: Agreement | None = None
+    parts: tuple[Part, ...] = ()
+    roots: tuple[Root, ...] = ()
+    differences: tuple[Difference, ...] = ()
+    failures: tuple[str, ...] = ()
 
     @property
     def passed(self) -> bool:
@@ -88,81 +69,46 @@ class Report:
 
 
 def compare(mine: Run, reference: Reference, checkpoint: Checkpoint, tokens: np.ndarray, say: Say) -> Report:
-    """Run the reference free, forced and with matched roundings over the tokens, and hold `mine` against each."""
-    say("the reference, as it is")
+    """Run the reference free, forced and part by part over the tokens, and hold `mine` against each."""
+    past_budget = _past_budget(checkpoint.config, len(tokens))
+    invalid = tuple(_invalid(mine, checkpoint.config))
+    if invalid:
+        return Report(len(tokens), past_budget, failures=invalid)
+    choices = all_forced(mine.choices)
+    say("the reference as it is")
     free = reference.run(tokens)
-    past_budget = _past_budget(checkpoint, len(tokens))
-    broken = malformed(mine.choices, _counts(checkpoint)) or []
-    if broken or not np.isfinite(mine.logits).all():
-        failures = [f"isobit's choice is not a valid one: {place}" for place in broken[:8]]
-        if not np.isfinite(mine.logits).all():
-            failures.append("isobit's logits are not finite")
-        return Report(len(tokens), past_budget, agreement(mine, free), None, None, (), (), tuple(failures))
     say("the reference with isobit's choices")
-    everything = all_forced(mine.choices)
-    forced = reference.run(tokens, everything)
+    forced = reference.run(tokens, choices)
     found = roots(mine.choices, forced.choices)
-    say("the reference with isobit's choices and roundings")
+    say("the reference part by part")
     with matched_roundings(reference, checkpoint):
-        matched = reference.run(tokens, everything)
+        apart = reference.run(tokens, choices, given=mine.boundaries)
     rooted = free
     if found:
         say("the reference with the root choices only")
-        rooted = reference.run(tokens, _only(everything, found))
-    near, nearest = agreement(mine, forced), agreement(mine, matched)
+        rooted = reference.run(tokens, {root.place: choices[root.place] for root in found})
+    with_choices, part_by_part = agreement(mine, forced), agreement(mine, apart)
+    compared = parts(mine.boundaries, apart.boundaries)
     differences = [
-        _difference(position, mine, free, rooted, found, near.logit_error)
+        _difference(position, mine, free, rooted, found, with_choices.logit_error)
         for position in np.flatnonzero(mine.logits.argmax(1) != free.logits.argmax(1)).tolist()
     ]
-    failures = _failures(mine, rooted, found, differences, near, nearest)
+    failures = [
+        *_unexplained(found, differences, differing(mine.choices, rooted.choices)),
+        *_too_far_off(with_choices, part_by_part),
+        *_parts_off(compared),
+    ]
     return Report(
         tokens=len(tokens),
         past_budget=past_budget,
         free=agreement(mine, free),
-        forced=near,
-        matched=nearest,
+        forced=with_choices,
+        part_by_part=part_by_part,
+        parts=tuple(compared),
         roots=tuple(found),
         differences=tuple(differences),
         failures=tuple(failures),
     )
-
-
-def agreement(mine: Run, reference: Run) -> Agreement:
-    """How far apart two runs' logits are."""
-    positions = len(mine.logits)
-    kl, error, largest, top1 = np.empty(positions), np.empty(positions), 0.0, 0
-    for position in range(positions):
-        ours, theirs = (run.logits[position].astype(np.float64) for run in (mine, reference))
-        difference = ours - theirs
-        kl[position] = max(divergence(theirs, ours), 0.0)
-        error[position] = _norm(difference) / max(_norm(theirs), 1e-30)
-        largest = max(largest, float(np.abs(difference).max()))
-        top1 += int(ours.argmax() == theirs.argmax())
-    return Agreement(
-        top1=top1,
-        positions=positions,
-        kl_mean=float(kl.mean()),
-        kl_max=float(kl.max()),
-        error_mean=float(error.mean()),
-        error_max=float(error.max()),
-        logit_error=largest,
-        score_error=max(relative_score_errors(mine.choices, reference.choices).values(), default=0.0),
-    )
-
-
-def _norm(values: np.ndarray) -> float:
-    return float(np.sqrt((values * values).sum()))
-
-
-def divergence(p_logits: np.ndarray, q_logits: np.ndarray) -> float:
-    """KL(p || q) in nats, of the softmax of float64 logits."""
-    log_p, log_q = log_softmax(p_logits), log_softmax(q_logits)
-    return float((np.exp(log_p) * (log_p - log_q)).sum())
-
-
-def log_softmax(logits: np.ndarray) -> np.ndarray:
-    shifted = logits - logits.max()
-    return shifted - np.log(np.exp(shifted).sum())
 
 
 def _difference(position: int, mine: Run, free: Run, rooted: Run, found: list[Root], error: float) -> Difference:
@@ -184,46 +130,54 @@ def _difference(position: int, mine: Run, free: Run, rooted: Run, found: list[Ro
     )
 
 
-def _failures(
-    mine: Run, rooted: Run, found: list[Root], differences: list[Difference], forced: Agreement, matched: Agreement
-) -> list[str]:
-    failures = [
-        f"{root.place}: isobit took {list(root.taken)} over {list(root.dropped)}, which the reference prefers by "
-        f"{root.margin:.3g}, more than the scores' measured error {root.error:.3g}"
-        for root in found
-        if not root.is_near_tie
-    ]
-    failures += [f"position {d.position}: the best tokens differ and no near tie explains it"
-                 for d in differences if not d.explained]  # fmt: skip
-    failures += [f"{place}: differs although every root choice is forced"
-                 for place in differing(mine.choices, rooted.choices)[:8]]  # fmt: skip
-    for condition, errors, limit in (
-        ("with isobit's choices", forced, ROUNDING_LIMIT),
-        ("with isobit's choices and roundings", matched, MATCHED_LIMIT),
+def _invalid(mine: Run, config: FlashNextConfig) -> Iterator[str]:
+    if not np.isfinite(mine.logits).all():
+        yield "isobit's logits are not finite"
+    blocks = config.index_blocks if config.attention_layers else 0
+    counts: dict[ChoiceKind, int] = {"router": config.num_experts_per_tok, "blocks": blocks}
+    for place in malformed(mine.choices, counts):
+        yield f"isobit's choice is not a valid one: {place}"
+
+
+def _unexplained(found: list[Root], differences: list[Difference], still_differing: list[Place]) -> Iterator[str]:
+    for root in found:
+        if not root.is_near_tie:
+            yield (
+                f"{root.place}: isobit took {list(root.taken)} over {list(root.dropped)}, which the reference prefers "
+                f"by {root.margin:.3g}, more than the scores' measured error {root.error:.3g}"
+            )
+    for difference in differences:
+        if not difference.explained:
+            yield f"position {difference.position}: the best tokens differ and no near tie explains it"
+    for place in still_differing:
+        yield f"{place}: differs although every root choice is forced"
+
+
+def _too_far_off(with_choices: Agreement, part_by_part: Agreement) -> Iterator[str]:
+    for what, error, limit in (
+        ("logits, with isobit's choices,", with_choices.error_max, ROUNDING_LIMIT),
+        ("router and indexer scores, with isobit's choices,", with_choices.score_error, ROUNDING_LIMIT),
+        ("logits, from the same streams,", part_by_part.error_mean, PART_LIMIT),
+        ("router and indexer scores, from the same streams,", part_by_part.score_error, PART_LIMIT),
     ):
-        for what, error in (("logits", errors.error_max), ("router and indexer scores", errors.score_error)):
-            if not error <= limit:
-                failures.append(f"the {what} {condition} are off by {error:.3g}, relatively, above {limit:g}")
-    return failures
+        if not error <= limit:
+            yield f"the {what} are off by {error:.3g}, relatively, above {limit:g}"
+
+
+def _parts_off(compared: list[Part]) -> Iterator[str]:
+    for part in compared:
+        if not part.error <= PART_LIMIT:
+            yield f"{part.name}, from the same streams, is off by {part.error:.3g}, relatively, above {PART_LIMIT:g}"
+        elif not part.worst <= WORST_LIMIT:
+            where = f"{part.name} at position {part.position}"
+            yield f"{where}, from the same streams, is off by {part.worst:.3g}, relatively, above {WORST_LIMIT:g}"
 
 
 def _preference(run: Run, position: int, over: int, under: int) -> float:
     return float(run.logits[position, over] - run.logits[position, under])
 
 
-def _only(everything: Forced, found: list[Root]) -> Forced:
-    return {root.place: everything[root.place] for root in found}
-
-
-def _counts(checkpoint: Checkpoint) -> dict[ChoiceKind, int]:
-    config = checkpoint.config
-    blocks = config.index_blocks if config.attention_layers else 0
-    return {"router": config.num_experts_per_tok, "blocks": blocks}
-
-
-def _past_budget(checkpoint: Checkpoint, tokens: int) -> int:
-    config = checkpoint.config
+def _past_budget(config: FlashNextConfig, tokens: int) -> int:
     if not config.attention_layers:
         return 0
-    first = config.indexer_budget + config.indexer_compress_ratio - 1
-    return max(tokens - first, 0)
+    return max(tokens - (config.indexer_budget + config.indexer_compress_ratio - 1), 0)

@@ -1,4 +1,7 @@
-"""isobit's side of the comparison: deep segments with every row's logits and a trace of the choices."""
+"""isobit's side of the comparison: deep segments with every row's logits, choices and streams."""
+
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 
@@ -15,18 +18,36 @@ SEGMENT_ROWS = 512
 
 def run_isobit(checkpoint: Checkpoint, tokens: np.ndarray) -> Run:
     """Teacher-force the tokens, int [T], from the start of a stream."""
-    ops = load_ops("cpu")
+    ops, taken = tapped(load_ops("cpu"))
     model = load_model(checkpoint, ops, len(tokens))
     state = model.new_state(slots=1, pages=pages_for(len(tokens)))
     stream = state.open()
-    logits, recording = [], Recording()
+    logits, boundaries, recording = [], [], Recording()
     for start in range(0, len(tokens), SEGMENT_ROWS):
         trace = Trace()
         segment = Segment(stream, tuple(tokens[start : start + SEGMENT_ROWS].tolist()), logits="all")
         logits.append(ops.to_host(model.forward(state, Plan((segment,)), trace)).copy())
+        boundaries.append(taken.copy())
+        taken.clear()
         for layer in range(checkpoint.config.num_hidden_layers):
             _record(recording, layer, trace.layer(f"layers.{layer}"))
-    return Run(np.concatenate(logits), recording)
+    return Run(np.concatenate(logits), recording, [np.concatenate(pieces) for pieces in zip(*boundaries, strict=True)])
+
+
+def tapped(ops: Any) -> tuple[Any, list[np.ndarray]]:
+    """The ops, and a list that gets a copy of the residual streams each time they are made or written back to."""
+    taken: list[np.ndarray] = []
+
+    def expand_streams(*arguments: Any) -> Any:
+        streams = ops.expand_streams(*arguments)
+        taken.append(ops.to_host(streams).copy())
+        return streams
+
+    def gated_write(streams: Any, *arguments: Any) -> None:
+        ops.gated_write(streams, *arguments)
+        taken.append(ops.to_host(streams).copy())
+
+    return SimpleNamespace(**{**vars(ops), "expand_streams": expand_streams, "gated_write": gated_write}), taken
 
 
 def _record(recording: Recording, layer: int, trace: LayerTrace) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from isobit.checkpoint.names import TensorGroup, required_tensors
+from isobit.checkpoint.names import TensorGroup, is_outside, required_tensors
 from isobit.checkpoint.reader import Checkpoint
 from isobit.checkpoint.trellis import dequantize, dequantize_embedding, dequantize_ngram_rows
 from isobit.checkpoint.weights import Exl3Linear, Linear, NgramTable, PlainEmbedding, QuantizedEmbedding
@@ -30,13 +30,16 @@ def text_config(folder: Path) -> dict[str, Any]:
 
 def reference_name(canonical: str) -> str:
     """A tensor's name in transformers' text model with a head."""
-    return canonical if canonical.startswith("lm_head") else f"model.{canonical}"
+    return canonical if is_outside(canonical) else f"model.{canonical}"
 
 
-def parameters(checkpoint: Checkpoint) -> Iterator[tuple[str, np.ndarray]]:
-    """All parameters of the text model by transformers' names, float32; n-gram constants int64, tables left out."""
+def parameters(checkpoint: Checkpoint, mtp: bool = False) -> Iterator[tuple[str, np.ndarray]]:
+    """All parameters of the text model by transformers' names, float32; n-gram constants int64, tables left out.
+
+    mtp: with the MTP head's, which transformers has no place for.
+    """
     fused: dict[str, None] = {}
-    for group in required_tensors(checkpoint.config, mtp=False):
+    for group in required_tensors(checkpoint.config, mtp):
         if ".experts." in group.name:
             fused[group.name.split(".experts.")[0] + ".experts"] = None
         else:

@@ -5,8 +5,8 @@ to the lower id (PyTorch's own order is not defined), and a choice may be forced
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
@@ -79,16 +79,28 @@ class Reference:
         self.model.model.rotary_emb = Qwen4ExpTextRotaryEmbedding(self.model.config)
         self.model.eval()
 
-    def run(self, tokens: np.ndarray, forced: Forced | None = None) -> Run:
-        """Teacher-force the tokens, int [T], from the start of a stream; `forced` replaces choices."""
-        patch = TopkPatch(forced or {})
-        with torch.no_grad(), self._places_told_to(patch), patch:
+    def run(
+        self,
+        tokens: np.ndarray,
+        forced: Forced | None = None,
+        given: list[np.ndarray] | None = None,
+        record_boundaries: bool = False,
+    ) -> Run:
+        """Teacher-force the tokens, int [T], from the start of a stream.
+
+        forced: replaces choices. given: streams [T, S, H] that replace the reference's own at each boundary, once
+        those are recorded.
+        """
+        patch, tap = TopkPatch(forced or {}), BoundaryTap(given)
+        with torch.no_grad(), self._places_told_to(patch), patch, ExitStack() as stack:
+            if record_boundaries or given is not None:
+                stack.enter_context(tap.attached(self.model))
             ids = torch.from_numpy(np.asarray(tokens, np.int64))[None]
             output = self.model(input_ids=ids, use_cache=False)
-        return Run(output.logits[0].float().numpy(), patch.recording)
+        return Run(output.logits[0].float().numpy(), patch.recording, tap.taken)
 
     @contextmanager
-    def _places_told_to(self, patch: "TopkPatch"):
+    def _places_told_to(self, patch: "TopkPatch") -> Iterator[None]:
         """While in this context, `patch` knows which router or indexer is at work."""
         hooks = []
         for name, module in self.model.named_modules():
@@ -153,6 +165,35 @@ class TopkPatch(TorchFunctionMode):
         forced = self.forced.get(Place(*self._at, len(record.chosen)))
         record.add(values, best(values, count), forced)
         return torch.from_numpy(record.chosen[-1])
+
+
+class BoundaryTap:
+    """Records the residual streams at every boundary, and replaces them there by `given` ones."""
+
+    def __init__(self, given: list[np.ndarray] | None):
+        self.given = given
+        self.taken: list[np.ndarray] = []
+
+    @contextmanager
+    def attached(self, model: Qwen4ExpForCausalLM) -> Iterator[None]:
+        """While in this context, the model's boundaries are tapped."""
+        streams = model.config.hc_count
+        modules = [module for layer in model.model.layers for module in (layer, layer.mlp_hyper_connection)]
+        hooks = [
+            module.register_forward_pre_hook(lambda _module, inputs: self._pass(streams, *inputs))
+            for module in [*modules, model.model.hyper_connection_mixer]
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _pass(self, streams: int, hidden: torch.Tensor, *others: Any) -> Any:
+        self.taken.append(hidden[0].unflatten(-1, (streams, -1)).numpy().copy())
+        if self.given is None:
+            return None
+        return torch.from_numpy(self.given[len(self.taken) - 1]).flatten(-2)[None], *others
 
 
 def _empty_model(text_config: Mapping[str, Any]) -> Qwen4ExpForCausalLM:

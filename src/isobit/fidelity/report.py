@@ -3,7 +3,8 @@
 from rich.console import Console
 from rich.table import Table
 
-from isobit.fidelity.compare import Agreement, Difference, Report
+from isobit.fidelity.agreement import Agreement
+from isobit.fidelity.compare import Difference, Report
 
 SHOWN = 12
 
@@ -11,7 +12,11 @@ SHOWN = 12
 def print_report(report: Report, console: Console) -> None:
     """The table, the near ties, the differing positions, and the verdict."""
     console.print(f"{report.tokens:,} positions, {report.past_budget:,} past the indexer's budget")
-    console.print(_table(report))
+    if report.free is not None:
+        console.print(_table(report))
+    if report.parts:
+        worst = max(report.parts, key=lambda part: part.error)
+        console.print(f"part by part, the furthest off is {worst.name}: {worst.error:.2e}")
     for root in report.roots[:SHOWN]:
         verdict = "a near tie" if root.is_near_tie else "no near tie"
         console.print(
@@ -31,20 +36,22 @@ def print_report(report: Report, console: Console) -> None:
 
 def verdict_line(report: Report) -> str:
     """The pass line."""
+    if report.free is None:
+        return "FAIL: isobit's run is not a valid one"
     agreement = f"top-1 agreement {report.free.top1}/{report.free.positions}"
     if not report.passed:
-        return f"FAIL: {agreement}, {len(report.failures)} unexplained"
+        return f"FAIL: {agreement}, {len(report.failures)} failures"
     if report.differences:
         return f"PASS: {agreement}, every other position explained by a near tie and equal once it is forced"
     return f"PASS: {agreement}"
 
 
 def _table(report: Report) -> Table:
-    table = Table("isobit against transformers", "top-1", "KL mean", "KL max", "error mean", "error max", "scores")
+    table = Table("isobit against it", "top-1", "KL mean", "KL max", "error mean", "error max", "scores")
     for name, agreement in (
         ("as it is", report.free),
         ("with isobit's choices", report.forced),
-        ("with isobit's choices and roundings", report.matched),
+        ("part by part", report.part_by_part),
     ):
         if agreement is not None:
             table.add_row(name, *_cells(agreement))
