@@ -13,6 +13,8 @@ from isobit.cli.app import run
 from isobit.cli.generate import printable
 from isobit.errors import IsobitError
 
+COMMANDS = ("demo", "generate", "serve", "inspect", "synth", "convert", "fidelity", "contract", "bench")
+
 
 def isobit(*arguments: str, **options) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, "-m", "isobit", *arguments], capture_output=True, text=True, **options)
@@ -22,12 +24,12 @@ def test_help_is_quick_and_loads_nothing_heavy():
     code = "import sys, isobit.cli.app as app; app.run(['--help']); print(*sorted(sys.modules), sep='\\n')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     loaded = set(done.stdout.split())
-    for command in ("demo", "generate", "serve", "inspect", "synth", "convert", "fidelity", "bench"):
+    for command in COMMANDS:
         assert command in done.stdout
     assert not loaded & {"torch", "transformers", "numba", "numpy", "fastapi"}
 
 
-@pytest.mark.parametrize("command", ["demo", "generate", "serve", "inspect", "synth", "convert", "fidelity", "bench"])
+@pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_explains_itself(command, capsys):
     assert run([command, "--help"]) == 0
     assert "Usage: isobit" in capsys.readouterr().out
@@ -71,13 +73,30 @@ def test_a_wrong_call_is_one_line(arguments, said, capsys):
     assert said in captured.err
 
 
-def test_an_error_of_several_lines_becomes_one(monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("error", "shown"),
+    [
+        (IsobitError("first\nsecond"), "first second"),
+        (PermissionError(13, "Permission denied", "model.safetensors"), "model.safetensors: Permission denied"),
+        (MemoryError("Unable to allocate 9 TiB"), "memory ran out (Unable to allocate 9 TiB): close other programs"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_every_failure_of_the_world_is_one_line(error, shown, monkeypatch, capsys):
     def fail(*_, **__):
-        raise IsobitError("first\nsecond")
+        raise error
 
     monkeypatch.setattr("isobit.cli.generate.open_engine", fail)
     assert run(["generate", "DIR", "hi"]) == 2
-    assert capsys.readouterr().err == "isobit: first second\n"
+    said = capsys.readouterr().err
+    assert said.startswith(f"isobit: {shown}")
+    assert said.count("\n") == 1
+
+
+def test_a_defect_is_not_hidden(monkeypatch):
+    monkeypatch.setattr("isobit.cli.generate.open_engine", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run(["generate", "DIR", "hi"])
 
 
 def generate_json(capsys, folder, *options: str) -> dict:

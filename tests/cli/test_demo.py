@@ -44,7 +44,8 @@ def test_three_equal_ways(small_demo, capsys):
 @pytest.mark.parametrize("field", ["token_hash", "logits_hash"])
 def test_one_bit_of_difference_is_an_error(monkeypatch, capsys, field):
     same = demo_command.Run("serial", 1, 3072, 64, 1.0, 2.0, 3.0, "a" * 64, "b" * 64)
-    odd = replace(same, prefill="deep", **{field: "c" * 64})
+    deep = replace(same, prefill="deep", prompt_rate=24.0)
+    odd = replace(deep, **{field: "c" * 64})
     monkeypatch.setattr("isobit.cli.demo_checkpoint.demo_checkpoint", lambda: None)
     monkeypatch.setattr("isobit.serve.child.running_server", no_server)
     monkeypatch.setattr(demo_command, "_warm_up", lambda *_: None)
@@ -53,9 +54,11 @@ def test_one_bit_of_difference_is_an_error(monkeypatch, capsys, field):
     shown = capsys.readouterr().out
     assert "NOT" in shown
     assert "c" * 64 in shown
-    monkeypatch.setattr(demo_command, "_runs", lambda *_: [same, same, same])
+    monkeypatch.setattr(demo_command, "_runs", lambda *_: [same, same, deep])
     assert run(["demo"]) == 0
-    assert "All three agree" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "All three agree" in shown
+    assert "12.0 times as fast" in shown
 
 
 class no_server:

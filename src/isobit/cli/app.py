@@ -8,6 +8,7 @@ import typer
 import isobit
 from isobit.cli.bench import bench
 from isobit.cli.contract import contract
+from isobit.cli.convert import convert
 from isobit.cli.demo import demo
 from isobit.cli.fidelity import fidelity
 from isobit.cli.generate import generate
@@ -44,6 +45,7 @@ app.command()(generate)
 app.command()(serve)
 app.command()(inspect)
 app.command()(synth)
+app.command()(convert)
 app.command()(fidelity)
 app.command()(contract)
 app.add_typer(bench)
@@ -62,6 +64,10 @@ def run(arguments: list[str] | None = None) -> int:
         return INTERRUPTED
     except IsobitError as error:
         return _fail(str(error))
+    except OSError as error:
+        return _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+    except MemoryError as error:
+        return _fail(f"memory ran out ({error}): close other programs, or lower --context or --memory-gib")
     except Exception as error:
         if not hasattr(error, "format_message"):
             raise

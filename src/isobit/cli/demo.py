@@ -195,6 +195,8 @@ def _report(runs: list[Run], equal: bool) -> None:
     for run in runs[:1] if equal else runs:
         console.print(f"token hash      {run.token_hash}", soft_wrap=True)
         console.print(f"logits SHA-256  {run.logits_hash}", soft_wrap=True)
+    serial, deep = (next(run for run in runs if run.prefill == prefill) for prefill in ("serial", "deep"))
+    console.print(f"Deep computed the prompt {deep.prompt_rate / serial.prompt_rate:.1f} times as fast as row by row.")
     verdict = EQUAL.format(tokens=runs[0].reply_tokens) if equal else UNEQUAL
     console.print(verdict, style="green" if equal else "bold red", soft_wrap=True)
 
