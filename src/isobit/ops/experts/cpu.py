@@ -14,7 +14,7 @@ from isobit.ops.linear.blocks import BLOCK
 from isobit.ops.linear.cpu import SMALL_WORK, LinearHandle, prepare_linear
 from isobit.ops.linear.memory import place_of
 from isobit.ops.linear.parallel import run_parts
-from isobit.ops.linear.product import FIELDS, PAIR_FLOATS
+from isobit.ops.linear.product import FIELDS, PANELS_FLOATS
 
 __all__ = ["experts", "prepare_experts", "route"]
 
@@ -105,7 +105,7 @@ def _experts(
     inputs, outputs = -(-handle.hidden // BLOCK), -(-handle.hidden // BLOCK)
     column_blocks = min(column_blocks, outputs)
     sums = max(int(handle.record[product.MOST_COLUMNS]), pass_rows * BLOCK)
-    kernel_floats = 2 * BLOCK + PAIR_FLOATS + 3 * sums
+    kernel_floats = 2 * BLOCK + PANELS_FLOATS + 3 * sums
     most_inputs = max(inputs, int(handle.record[product.READY_BLOCKS]))
     plan[grouping.HOW], plan[grouping.PASS_ROWS], plan[grouping.COLUMN_BLOCKS] = how, pass_rows, column_blocks
     plan[grouping.SHARED_FLOATS] = pairs * handle.pair_floats + _whole_blocks(rows)

@@ -16,7 +16,7 @@ from isobit.ops.linear.product import (
     FIELDS,
     INPUTS,
     OUTPUTS,
-    PAIR_FLOATS,
+    PANELS_FLOATS,
     TILE,
     TILE_COLUMNS,
     chains_of_row,
@@ -96,7 +96,7 @@ def hidden_values(x, plan, record, active, first_column, last_column, hidden, ro
     stride = 4 * field(record, HIDDEN_STRIDE)
     most = pass_rows(plan, end - start)
     spare, other, panels = room, room + ROW_BYTES, room + 2 * ROW_BYTES
-    sums = panels + 4 * PAIR_FLOATS
+    sums = panels + 4 * PANELS_FLOATS
     totals, prepared = after_sums(plan, record, sums)
     for begin in range(start, end, most):
         rows = min(most, end - begin)
@@ -213,7 +213,7 @@ def add_expert(rows, plan, record, active, first_block, last_block, ready, share
     layer = layer_of(record, expert, DOWN)
     most = pass_rows(plan, end - start)
     spare, outputs, panels = room, room + ROW_BYTES, room + 2 * ROW_BYTES
-    sums = panels + 4 * PAIR_FLOATS
+    sums = panels + 4 * PANELS_FLOATS
     totals, _ = after_sums(plan, record, sums)
     first_column, last_column = first_block * BLOCK, min(last_block * BLOCK, field(layer, TILE_COLUMNS) * TILE)
     for begin in range(start, end, most):

@@ -7,6 +7,9 @@ import numpy as np
 
 from isobit.checkpoint.weights import Linear
 from isobit.ops.linear import reference as linear_reference
+from isobit.ops.linear.reference import ROUNDING
+
+SAFETY = 12
 
 
 @dataclass(frozen=True)
@@ -29,7 +32,8 @@ def softmax(logits: np.ndarray) -> np.ndarray:
 def route(logits: np.ndarray, chosen: int, renormalise: bool) -> tuple[np.ndarray, np.ndarray]:
     """ids [R, chosen] ascending, weights float64 [R, chosen]; ties to the lower id."""
     probabilities = softmax(logits)
-    ids = np.sort(np.argsort(-probabilities, axis=1, kind="stable")[:, :chosen], axis=1)
+    ranked = probabilities.astype(np.float32)  # what underflows is equal
+    ids = np.sort(np.argsort(-ranked, axis=1, kind="stable")[:, :chosen], axis=1)
     weights = np.take_along_axis(probabilities, ids, axis=1)
     return ids, weights / weights.sum(axis=1, keepdims=True) if renormalise else weights
 
@@ -55,3 +59,31 @@ def expert(x: np.ndarray, gate: Linear, up: Linear, down: Linear) -> np.ndarray:
     """One expert's output: float64 [R, H]."""
     gates = linear_reference.linear(x, gate)
     return linear_reference.linear(gates * sigmoid(gates) * linear_reference.linear(x, up), down)
+
+
+def experts_error_limit(x: np.ndarray, ids: np.ndarray, weights: np.ndarray, host: HostExperts) -> np.ndarray:
+    """How far the float32 experts may be from `experts`: SAFETY standard deviations of independent roundings."""
+    exact = np.zeros(x.shape)
+    share = sigmoid(linear_reference.linear(x, host.shared_expert_gate))
+    share_error = linear_reference.typical_error(x, exact, host.shared_expert_gate) / 4 + 4 * ROUNDING * share
+    shared, shared_error = expert_with_error(x, *host.shared)
+    variance = (share_error * shared) ** 2 + (share * shared_error) ** 2 + (2 * ROUNDING * share * shared) ** 2
+    for e, layers in enumerate(zip(host.gate, host.up, host.down, strict=True)):
+        rows, choices = np.nonzero(ids == e)
+        if len(rows):
+            output, error = expert_with_error(x[rows], *layers)
+            weight = weights[rows, choices, None].astype(np.float64)
+            variance[rows] += (weight * error) ** 2 + (2 * ROUNDING * weight * output) ** 2
+    return SAFETY * np.sqrt(variance) + linear_reference.TINY
+
+
+def expert_with_error(x: np.ndarray, gate: Linear, up: Linear, down: Linear) -> tuple[np.ndarray, np.ndarray]:
+    """One expert's output and the deviation to expect of the float32 one. The slope of silu is below 1.1."""
+    exact = np.zeros(x.shape)
+    gates, ups = linear_reference.linear(x, gate), linear_reference.linear(x, up)
+    gate_error, up_error = linear_reference.typical_error(x, exact, gate), linear_reference.typical_error(x, exact, up)
+    silu = gates * sigmoid(gates)
+    hidden = silu * ups
+    error = 1.1 * gate_error * (np.abs(ups) + up_error) + np.abs(silu) * up_error
+    error += 4 * ROUNDING * np.abs(hidden) + linear_reference.TINY
+    return linear_reference.linear(hidden, down), linear_reference.typical_error(hidden, error, down)

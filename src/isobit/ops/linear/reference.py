@@ -9,7 +9,7 @@ HALF_MAX = 65504.0
 ROUNDING = 2.0**-24
 TINY = 2.0**-148  # a rounding among subnormals
 ROTATION_ROUNDINGS = 11  # seven additions, two products, and the constant's own rounding
-LONGEST_CHAIN = 4096  # longer ones are cut into shards
+SHARDED_INPUTS, SHARDS = 4096, 4
 
 
 def linear(x: np.ndarray, weights: Linear) -> np.ndarray:
@@ -73,8 +73,43 @@ def _trellis_error(x: np.ndarray, x_error: np.ndarray, weights: Exl3Linear) -> n
 
 
 def _chain_error(x: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    steps = min(len(weights), LONGEST_CHAIN) + 8
-    return steps * ROUNDING * (x @ weights) + len(weights) * TINY
+    inputs = len(weights)
+    shards = SHARDS if inputs >= SHARDED_INPUTS else 1
+    longest = -(-inputs // shards) + BLOCK
+    return (min(longest, inputs) + shards) * ROUNDING * (x @ weights) + inputs * TINY
+
+
+def typical_error(x: np.ndarray, x_error: np.ndarray, weights: Linear) -> np.ndarray:
+    """The standard deviation to expect where `error_limit` takes the worst: roundings are taken as independent.
+
+    For chains of layers, whose worst cases are far beyond what can happen. float64 [R, out_features].
+    """
+    if not isinstance(weights, Exl3Linear):
+        squares = weights.weight.T.astype(np.float64) ** 2
+        variance = x_error**2 @ squares + _chain_variance(x, squares)
+    else:
+        variance = _trellis_variance(x, x_error, weights)
+    return np.sqrt(variance) + ROUNDING * np.abs(linear(x, weights)) + TINY
+
+
+def _trellis_variance(x: np.ndarray, x_error: np.ndarray, weights: Exl3Linear) -> np.ndarray:
+    inner = dequantize_inner(weights).astype(np.float64)
+    exact = rotated_inputs(x, weights)
+    padded = np.zeros((2, *exact.shape))
+    padded[0, :, : x.shape[1]], padded[1, :, : x.shape[1]] = x, x_error
+    sizes, errors = _block_sums((padded * weights.suh.astype(np.float64)) ** 2) / BLOCK
+    doubt = errors + (ROTATION_ROUNDINGS * ROUNDING) ** 2 * sizes
+    between_halves = 2.0**-10 * np.abs(exact) + 2.0**-24
+    off = doubt + between_halves * np.sqrt(doubt)
+    halves = rounded(exact)
+    variance = off @ inner**2 + _chain_variance(halves, inner**2)
+    rotation = (ROTATION_ROUNDINGS * ROUNDING) ** 2 * _block_sums((halves @ inner) ** 2)
+    variance = (_block_sums(variance) + rotation) / BLOCK * weights.svh.astype(np.float64) ** 2
+    return variance[:, : weights.out_features]
+
+
+def _chain_variance(x: np.ndarray, squares: np.ndarray) -> np.ndarray:
+    return len(squares) * ROUNDING**2 * (x.astype(np.float64) ** 2 @ squares)
 
 
 def _block_sums(x: np.ndarray) -> np.ndarray:
