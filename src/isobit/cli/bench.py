@@ -119,7 +119,7 @@ def _report(results: list[dict[str, Any]]) -> None:
     from rich.table import Table
 
     table = Table(title="Prompt tokens a second")
-    for name in ("tokens", *MODES, "batched/serial", "deep/serial", "deep/batched"):
+    for name in ("tokens", *MODES, "batched\n/serial", "deep\n/serial", "deep\n/batched"):
         table.add_column(name, justify="right")
     for result in results:
         speeds = [f"{result['tokens_per_second'][mode]:,.0f}" for mode in MODES]
