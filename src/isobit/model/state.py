@@ -64,6 +64,7 @@ class StatePool:
         self.initial = initial
         self.caches = caches
         self.index_block = index_block
+        self.pages = pages
         self._free_slots = list(range(slots - 1, -1, -1))
         self._free_pages = list(range(pages - 1, -1, -1))
         self._page_users = [0] * pages

@@ -1,0 +1,196 @@
+"""The engine: one request at a time through the real model, whatever the prefill, the memory or the interruptions."""
+
+import queue
+import threading
+
+import numpy as np
+import pytest
+
+from isobit.engine.engine import Engine, EngineSettings
+from isobit.engine.lane import logits_hash, token_hash
+from isobit.engine.request import Finished, PromptProgress, Request, Sampling, TokenEvent
+from isobit.errors import IsobitError, QueueFullError, RequestError
+
+
+class Listener:
+    """Collects a request's events; `result` waits for the end."""
+
+    def __init__(self):
+        self.events = []
+        self.started = threading.Event()
+        self._end = queue.Queue()
+
+    def __call__(self, event):
+        self.events.append(event)
+        self.started.set()
+        if isinstance(event, Finished):
+            self._end.put(event)
+
+    def result(self) -> Finished:
+        return self._end.get(timeout=120)
+
+
+@pytest.fixture(scope="module")
+def engine(test_checkpoint):
+    engine = Engine(test_checkpoint, EngineSettings(context=400, queue=3))
+    yield engine
+    engine.close()
+
+
+def prompt(engine, length: int, seed: int = 5) -> tuple[int, ...]:
+    return tuple(np.random.default_rng(seed).integers(0, engine.config.vocab_size, length).tolist())
+
+
+def reply(engine, request: Request) -> tuple[Finished, list]:
+    listener = Listener()
+    engine.submit(request, listener)
+    return listener.result(), listener.events
+
+
+def wait_until(condition) -> bool:
+    for _ in range(600):
+        if condition():
+            return True
+        threading.Event().wait(0.05)
+    return False
+
+
+def test_every_prefill_gives_the_same_reply(engine):
+    tokens = prompt(engine, 200)
+    sampling = Sampling(temperature=1.0, seed=1 << 60)
+    variants = [("serial", None), ("batched", None), ("deep", None), ("deep", 17), ("deep", 199), ("serial", 200)]
+    finished = [reply(engine, Request(tokens, 12, sampling, prefill=m, segment_rows=n))[0] for m, n in variants]
+    assert len({f.token_hash for f in finished}) == 1
+    assert len({f.logits_hash for f in finished}) == 1
+    assert [f.segment_rows for f in finished] == [1, 64, 200, 17, 199, 200]
+    assert all(f.rows_computed == 200 + 11 and f.rows_reused == 0 and f.reason == "length" for f in finished)
+
+
+def test_events_tell_the_reply_in_order(engine):
+    finished, events = reply(engine, Request(prompt(engine, 50), 5, Sampling(seed=3), logprobs=4))
+    tokens = [event for event in events if isinstance(event, TokenEvent)]
+    assert tuple(event.token for event in tokens) == finished.tokens
+    assert finished.token_hash == token_hash(finished.tokens)
+    assert all(len(t.alternatives) == 4 and t.logprob < 0 for t in tokens)
+    assert all(dict(t.alternatives).get(t.token, t.logprob) == t.logprob for t in tokens)
+    progress = [event for event in events if isinstance(event, PromptProgress)]
+    assert progress[-1] == PromptProgress(50, 50)
+    assert isinstance(events[-1], Finished)
+
+
+def test_seed_and_position_key_the_draws(engine):
+    tokens = prompt(engine, 40)
+    one, two = (reply(engine, Request(tokens, 8, Sampling(seed=seed)))[0].tokens for seed in (1, 2))
+    assert one != two
+    # The first reply token fed as part of the prompt: the next draw is at the same position, so it is the same.
+    assert reply(engine, Request((*tokens, one[0]), 7, Sampling(seed=1)))[0].tokens == one[1:]
+
+
+def test_a_stop_token_and_the_context_end_a_reply(engine):
+    tokens = prompt(engine, 30)
+    free = reply(engine, Request(tokens, 6, Sampling(seed=9)))[0]
+    stopped = reply(engine, Request(tokens, 6, Sampling(seed=9), stop_tokens=frozenset({free.tokens[2]})))[0]
+    first = free.tokens.index(free.tokens[2])
+    assert (stopped.tokens, stopped.reason) == (free.tokens[: first + 1], "stop")
+    full = reply(engine, Request(prompt(engine, 395), None, Sampling(seed=9)))[0]
+    assert (len(full.tokens), full.reason) == (5, "length")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [((), "empty"), ((1, 2, 10**6), "1000000"), ((1,) * 400, "400 tokens")],
+)
+def test_what_can_never_be_served_is_refused_at_once(engine, tokens, message):
+    with pytest.raises(RequestError, match=message):
+        engine.submit(Request(tokens), Listener())
+
+
+def test_cancelling_ends_within_a_segment_and_leaves_others_alone(engine):
+    slow = [Listener(), Listener()]
+    tickets = [engine.submit(Request(prompt(engine, 390), None, prefill="serial"), listener) for listener in slow]
+    after = Listener()
+    engine.submit(Request(prompt(engine, 20), 3, Sampling(seed=4)), after)
+    assert slow[0].started.wait(60)
+    tickets[1].cancel()
+    tickets[0].cancel()
+    ends = [listener.result() for listener in slow]
+    assert [end.reason for end in ends] == ["cancelled", "cancelled"]
+    assert ends[0].rows_computed < 390
+    assert ends[1].rows_computed == 0
+    assert after.result().tokens == reply(engine, Request(prompt(engine, 20), 3, Sampling(seed=4)))[0].tokens
+    status = engine.status()
+    assert (status.running, status.queued) == (0, 0)
+    assert engine.state.free_slots == 1
+    assert engine.state.free_pages == engine.state.pages
+
+
+def test_the_queue_is_bounded(engine):
+    held = [engine.submit(Request(prompt(engine, 390), None, prefill="serial"), Listener())]
+    assert wait_until(lambda: engine.status().running == 1)
+    held += [engine.submit(Request(prompt(engine, 5), 1), Listener()) for _ in range(3)]
+    with pytest.raises(QueueFullError, match="3 requests are waiting"):
+        engine.submit(Request(prompt(engine, 5), 1), Listener())
+    last = Listener()
+    for ticket in held:
+        ticket.cancel()
+    assert wait_until(lambda: engine.status().queued == engine.status().running == 0)
+    engine.submit(Request(prompt(engine, 5), 1), last)
+    assert last.result().reason == "length"
+
+
+def test_a_failing_forward_ends_its_request_and_no_other(engine, monkeypatch):
+    tokens = prompt(engine, 20)
+    expected = reply(engine, Request(tokens, 3, Sampling(seed=4)))[0]
+
+    def broken(*arguments):
+        raise MemoryError("no buffers")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(engine.model), "forward", broken)
+        failed = reply(engine, Request(tokens, 3))[0]
+    assert (failed.reason, failed.error) == ("error", "MemoryError: no buffers")
+    assert reply(engine, Request(tokens, 3, Sampling(seed=4)))[0].tokens == expected.tokens
+
+
+def test_a_listener_that_fails_does_not_stop_the_engine(engine):
+    def fails(event):
+        raise RuntimeError("gone")
+
+    engine.submit(Request(prompt(engine, 10), 2), fails)
+    assert reply(engine, Request(prompt(engine, 10), 2))[0].reason == "length"
+
+
+def test_a_logit_that_is_not_finite_ends_the_request(engine, monkeypatch):
+    forward = type(engine.model).forward
+
+    def poisoned(model, state, plan, trace=None):
+        logits = forward(model, state, plan, trace)
+        logits[:, 7] = np.inf
+        return logits
+
+    monkeypatch.setattr(type(engine.model), "forward", poisoned)
+    finished = reply(engine, Request(prompt(engine, 10), 2))[0]
+    assert finished.reason == "error"
+    assert "not finite" in finished.error
+
+
+def test_less_memory_means_smaller_segments_and_the_same_reply(engine, test_checkpoint, monkeypatch):
+    request = Request(prompt(engine, 300), 4, Sampling(seed=8))
+    expected, _ = reply(engine, request)
+    available = engine.model.workspace_bytes(40)
+    monkeypatch.setattr("isobit.engine.engine.can_allocate", lambda count: count <= available)
+    finished, _ = reply(engine, request)
+    assert (finished.token_hash, finished.logits_hash) == (expected.token_hash, expected.logits_hash)
+    assert finished.segment_rows < 300
+    assert f"segments of {finished.segment_rows} rows instead of 300" in finished.notice
+
+
+def test_a_memory_limit_is_kept_or_refused_with_the_numbers(test_checkpoint):
+    with pytest.raises(IsobitError, match=r"memory limit is 0\.01 GiB.*raise --memory-gib"):
+        Engine(test_checkpoint, EngineSettings(context=400, memory_gib=0.01))
+
+
+def test_hashes_are_of_little_endian_bytes():
+    assert token_hash((1, 2)) == "34fb5c825de7ca4aea6e712f19d439c1da0c92c37b423936c5f618545ca4fa1f"
+    one = np.array([1.0], np.float32)
+    assert logits_hash(one) == logits_hash(one.astype(">f4"))
