@@ -1,8 +1,5 @@
 """The promise, on the model: logits and state do not depend on the cut, the company, restores or threads."""
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -10,9 +7,7 @@ from hypothesis import strategies as st
 
 from isobit.model.plan import Plan, Segment
 from isobit.ops import set_threads, threads
-
-sys.path.insert(0, str(Path(__file__).parent))
-from runs import run, serially
+from tests.model.runs import run, serially
 
 LENGTH = 150
 EXAMPLES = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
