@@ -18,7 +18,10 @@ def op_functions(device: str) -> dict[str, CodeType]:
 
 
 def called_functions(op: Op, functions: dict[str, CodeType]) -> list[str]:
-    """The names of the functions that run when the op's first case does, preparing included, in alphabetical order."""
+    """The names of the functions that run when the op's first case does, preparing included, in alphabetical order.
+
+    All implementations are run.
+    """
     case = next(iter(op.cases(np.random.default_rng(0), full=False)))
     seen: set[CodeType] = set()
 
@@ -30,7 +33,8 @@ def called_functions(op: Op, functions: dict[str, CodeType]) -> list[str]:
     before = sys.getprofile()
     sys.setprofile(note)
     try:
-        op.call(op.implementations[0], case, op.begin(case), plan)
+        for implementation in op.implementations:
+            op.call(implementation, case, op.begin(case), plan)
     finally:
         sys.setprofile(before)
     return sorted(name for name, code in functions.items() if code in seen)

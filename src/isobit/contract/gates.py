@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from isobit.contract.compare import as_bytes, fingerprint, first_difference, place_of_first
 from isobit.contract.guards import GuardedMemory
-from isobit.contract.plans import QUICK_SIZES, Schedule, batches, mixed, schedules, serial, together
+from isobit.contract.plans import QUICK_SIZES, Schedule, Sizes, batches, mixed, schedules, serial, together
 from isobit.ops import set_threads, threads
 from isobit.ops.contract import Case, Op, Outputs, Span
 from isobit.ops.work import forced_pieces
@@ -62,18 +62,26 @@ def final_state(op: Op, case: Case, state) -> Outputs:
     return {name: np.array(value) for name, value in op.final_state(case, state).items()}
 
 
-def reference_gate(op: Op, implementation: str, case: Case, rng, sizes: Sequence[int] = QUICK_SIZES) -> str | None:
+def reference_gate(op: Op, implementation: str, case: Case, rng, sizes: Sizes = QUICK_SIZES) -> str | None:
     """Gate 1: within the stated limit of the float64 reference; not finite exactly where the reference is not."""
     outputs = execute(op, implementation, case, together(case)).outputs
+    reference, limits = known_values(op, case)
     with np.errstate(all="ignore"):
-        reference = op.reference(case)
-        limits = op.error_limit(case, reference)
         for name, expected in reference.items():
             wrong = ~acceptable(outputs[name], expected, np.asarray(limits[name]))
             if wrong.any():
                 place = tuple(place_of_first(wrong))
                 return f"{name}{list(place)} is {outputs[name][place]!r}, the reference {expected[place]!r}"
     return None
+
+
+def known_values(op: Op, case: Case) -> tuple[Outputs, Outputs]:
+    """The case's reference and its limits, computed once."""
+    if case.known is None:
+        with np.errstate(all="ignore"):
+            reference = op.reference(case)
+            case.known = reference, op.error_limit(case, reference)
+    return case.known
 
 
 def acceptable(actual: np.ndarray, expected: np.ndarray, limit: np.ndarray) -> np.ndarray:
@@ -86,11 +94,11 @@ def acceptable(actual: np.ndarray, expected: np.ndarray, limit: np.ndarray) -> n
     return same | (np.abs(values - expected) <= limit)
 
 
-def rows_gate(op: Op, implementation: str, case: Case, rng, sizes: Sequence[int] = QUICK_SIZES) -> str | None:
+def rows_gate(op: Op, implementation: str, case: Case, rng, sizes: Sizes = QUICK_SIZES) -> str | None:
     """Gate 2: each row has the bytes it has alone, in every batch, place and company, on any number of threads."""
     with on_threads(1):
         alone = execute(op, implementation, case, serial(case))
-    every_size = sorted({*sizes, *edges(op)})
+    every_size = replace(sizes, rows=tuple(sorted({*sizes.rows, *edges(op)})))
     has_state = bool(alone.state) or max(case.rows) > 1
     for number, schedule in enumerate((schedules if has_state else batches)(case, rng, every_size)):
         for count in THREADS if number == 0 else THREADS[number % 2 :][:1]:
@@ -121,7 +129,7 @@ def differs_from(alone: Run, op: Op, implementation: str, case: Case, schedule: 
     return f"state {problem} after calls of up to {largest} rows" if problem else None
 
 
-def replaces_gate(op: Op, implementation: str, case: Case, rng, sizes: Sequence[int] = QUICK_SIZES) -> str | None:
+def replaces_gate(op: Op, implementation: str, case: Case, rng, sizes: Sizes = QUICK_SIZES) -> str | None:
     """Gate 3: the bytes of the implementation it replaces, the first of the op's list; its state too."""
     for schedule in (together(case), mixed(case, rng, max(2, sum(case.rows) // 3))):
         oracle = execute(op, op.implementations[0], case, schedule)
@@ -132,7 +140,7 @@ def replaces_gate(op: Op, implementation: str, case: Case, rng, sizes: Sequence[
     return None
 
 
-def hygiene_gate(op: Op, implementation: str, case: Case, rng, sizes: Sequence[int] = QUICK_SIZES) -> str | None:
+def hygiene_gate(op: Op, implementation: str, case: Case, rng, sizes: Sizes = QUICK_SIZES) -> str | None:
     """Gate 4: every output element written and nothing else; the same bytes on repeated runs; inputs untouched."""
     before = fingerprint(case.inputs)
     for schedule in (together(case), mixed(case, rng, max(2, sum(case.rows) // 3))):

@@ -1,6 +1,7 @@
 """Ways to compute the rows of a case: one by one, all at once, and in batches of every size among strangers."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -8,10 +9,20 @@ from isobit.ops.contract import Case, Span
 
 Schedule = list[list[Span]]
 
-QUICK_SIZES = (2, 3, 4, 7, 8, 9, 12, 13, 16, 17, 33, 64, 65, 129)
-SIZES = (*range(1, 18), *range(31, 34), *range(63, 66), *range(127, 130))
-FULL_SIZES = (*SIZES, *range(255, 258), *range(511, 514), *range(1023, 1026))
-ALL_PLACES = 17  # a batch of so many rows is run once for every place in it
+
+@dataclass(frozen=True)
+class Sizes:
+    """The batches to run: of `rows` rows each, and one row put in every place of a batch of `places` rows."""
+
+    rows: tuple[int, ...]
+    places: int
+
+
+EVERY_EDGE = (*range(1, 18), *range(31, 34), *range(63, 66), *range(127, 130))
+WIDE_SIZES = Sizes((2, 9, 17), 0)
+QUICK_SIZES = Sizes((2, 3, 4, 7, 8, 9, 12, 13, 16, 17, 33, 64, 65, 129), 17)
+SIZES = Sizes(EVERY_EDGE, 17)
+FULL_SIZES = Sizes((*EVERY_EDGE, *range(255, 258), *range(511, 514), *range(1023, 1026)), 33)
 
 
 def serial(case: Case) -> Schedule:
@@ -51,11 +62,11 @@ def mixed(case: Case, rng: np.random.Generator, size: int) -> Schedule:
     return schedule
 
 
-def schedules(case: Case, rng: np.random.Generator, sizes: Sequence[int] = SIZES) -> Iterator[Schedule]:
+def schedules(case: Case, rng: np.random.Generator, sizes: Sizes) -> Iterator[Schedule]:
     """Schedules of streams that move on: all at once, and for each size alone in pieces and among strangers."""
     yield together(case)
     longest, all_rows = max(case.rows), sum(case.rows)
-    for size in sizes:
+    for size in sizes.rows:
         if size < longest:
             yield in_pieces(case, size)
         if size < all_rows:
@@ -63,16 +74,16 @@ def schedules(case: Case, rng: np.random.Generator, sizes: Sequence[int] = SIZES
     yield mixed(case, rng, all_rows)
 
 
-def batches(case: Case, rng: np.random.Generator, sizes: Sequence[int] = SIZES) -> Iterator[Schedule]:
+def batches(case: Case, rng: np.random.Generator, sizes: Sizes) -> Iterator[Schedule]:
     """Schedules for rows without state: batches of each size, rows repeated at will; some row in every place."""
     rows = len(case.rows)
     yield together(case)
-    for size in sizes:
+    for size in sizes.rows:
         yield [_of_rows(rng.integers(0, rows, size))]
         yield [_of_rows(np.arange(size) % rows)]
     row = int(rng.integers(rows))
-    for place in range(ALL_PLACES):
-        chosen = rng.integers(0, rows, ALL_PLACES)
+    for place in range(sizes.places):
+        chosen = rng.integers(0, rows, sizes.places)
         chosen[place] = row
         yield [_of_rows(chosen)]
 

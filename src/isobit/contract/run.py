@@ -12,7 +12,7 @@ from isobit.contract.controls.generic import nothing
 from isobit.contract.controls.planted import PLANTED, Planted
 from isobit.contract.coverage import called_functions, op_functions
 from isobit.contract.gates import GATES
-from isobit.contract.plans import FULL_SIZES, QUICK_SIZES, SIZES
+from isobit.contract.plans import FULL_SIZES, QUICK_SIZES, SIZES, WIDE_SIZES, Sizes
 from isobit.contract.report import Check, ControlResult, OpReport, Report
 from isobit.ops.contract import Case, Control, Op, registered
 
@@ -24,15 +24,15 @@ Progress = Callable[[str, float], None]  # (what is being checked, share of the 
 
 @dataclass(frozen=True)
 class Depth:
-    """How much to check. wide: cases of a real checkpoint's widths too; sizes: of batches."""
+    """How much to check: the batches of narrow cases, and of cases of a real checkpoint's widths, None to leave out."""
 
-    wide: bool
-    sizes: tuple[int, ...]
+    narrow: Sizes
+    wide: Sizes | None
 
 
-QUICK = Depth(wide=False, sizes=QUICK_SIZES)
-NORMAL = Depth(wide=True, sizes=SIZES)
-FULL = Depth(wide=True, sizes=FULL_SIZES)
+QUICK = Depth(QUICK_SIZES, None)
+NORMAL = Depth(SIZES, WIDE_SIZES)
+FULL = Depth(FULL_SIZES, QUICK_SIZES)
 
 
 def run_contract(
@@ -45,7 +45,7 @@ def run_contract(
     start = time.monotonic()
     every_op = registered()
     ops = [op for name, op in every_op.items() if chosen(name)]
-    report = Report(device, 2 if two_threads() else 1, sorted(depth.sizes))
+    report = Report(device, 2 if two_threads() else 1, list(depth.narrow.rows))
     for number, op in enumerate(ops):
         report.ops.append(run_op(op, depth, device, partial(_at_share, progress, number / len(ops))))
     if len(ops) == len(every_op):
@@ -65,17 +65,19 @@ def run_op(op: Op, depth: Depth, device: str = "cpu", progress: Callable[[str], 
     progress(op.name)
     report = OpReport(op.name, list(op.implementations), limits=op.limits())
     report.functions = called_functions(op, op_functions(device))
-    cases = cases_of(op, depth.wide)
+    narrow = cases_of(op, wide=False)
+    cases = narrow if depth.wide is None else cases_of(op, wide=True)
+    narrow_labels = {case.label for case in narrow}
+    sized = [(case, depth.narrow if case.label in narrow_labels else depth.wide or QUICK_SIZES) for case in cases]
     report.cases = [case.label for case in cases]
     for implementation in op.implementations:
         for gate in GATES:
             progress(f"{op.name}, {implementation}: {gate}")
-            problem = first_problem(gate, op, implementation, cases, depth.sizes)
+            problem = first_problem(gate, op, implementation, sized)
             report.checks.append(Check(implementation, gate, len(cases), problem))
-    narrow = cases_of(op, wide=False)
     for gate in GATES:
         progress(f"{op.name}, {NULL_CONTROL}: {gate}")
-        problem = first_problem(gate, Planted(op, nothing), PLANTED, narrow, QUICK.sizes)
+        problem = first_problem(gate, Planted(op, nothing), PLANTED, [(case, QUICK_SIZES) for case in narrow])
         report.checks.append(Check(NULL_CONTROL, gate, len(narrow), problem))
     for control in controls_of(op):
         progress(f"{op.name}, control of {control.gate}: {control.defect}")
@@ -90,7 +92,7 @@ def run_control(control: Control, cases: Iterable[Case]) -> ControlResult:
     seen = None
     for case in cases:
         try:
-            seen = run_gate(control.gate, planted, PLANTED, case, QUICK.sizes)
+            seen = run_gate(control.gate, planted, PLANTED, case, QUICK_SIZES)
         except Exception as error:
             return ControlResult(control.gate, f"{control.defect} (raised {error!r})", None)
         if seen:
@@ -98,9 +100,9 @@ def run_control(control: Control, cases: Iterable[Case]) -> ControlResult:
     return ControlResult(control.gate, control.defect, seen)
 
 
-def first_problem(gate: str, op: Op, implementation: str, cases: Iterable[Case], sizes: tuple[int, ...]) -> str | None:
+def first_problem(gate: str, op: Op, implementation: str, cases: Iterable[tuple[Case, Sizes]]) -> str | None:
     """What the gate finds wrong with the first case that fails it, or None."""
-    for case in cases:
+    for case, sizes in cases:
         try:
             problem = run_gate(gate, op, implementation, case, sizes)
         except Exception as error:
@@ -110,7 +112,7 @@ def first_problem(gate: str, op: Op, implementation: str, cases: Iterable[Case],
     return None
 
 
-def run_gate(gate: str, op: Op, implementation: str, case: Case, sizes: tuple[int, ...]) -> str | None:
+def run_gate(gate: str, op: Op, implementation: str, case: Case, sizes: Sizes) -> str | None:
     """What the gate finds wrong with the case, or None."""
     return GATES[gate](op, implementation, case, np.random.default_rng(SCHEDULE_SEED), sizes)
 

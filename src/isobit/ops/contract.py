@@ -1,4 +1,4 @@
-"""The registry of the row contract: every op states its cases, its float64 reference, its error limit and how to run it.
+"""The registry of the row contract: every op states its cases, its float64 reference, its error limit, how to run it.
 
 A case holds the inputs of some streams, a few rows each. A plan says which rows one call computes. The gates
 (`isobit.contract`) run every implementation over many plans and compare bytes; an op only describes itself here.
@@ -26,16 +26,21 @@ class Span:
 class Case:
     """Inputs of one check. `rows[i]` is the number of rows of stream i; `inputs` belongs to the op.
 
-    A stateless op gives every row its own stream (rows all 1), so that any order and any subset may be asked for.
+    A stateless op gives every row its own stream (rows all 1), so that any order and any subset may be asked for, a
+    row more than once too. `known`: the gates keep the reference and its limits here.
     """
 
     label: str
     rows: tuple[int, ...]
     inputs: dict[str, Any] = field(repr=False)
+    known: tuple[Outputs, Outputs] | None = field(default=None, init=False, repr=False, compare=False)
 
 
 class Op(Protocol):
-    """What an op registers. `implementations` are in order of trust: the first is the oracle the others replace."""
+    """What an op registers. `implementations` are in order of trust: the first is the oracle the others replace.
+
+    An op whose kernels change at some numbers of rows also has `row_edges: tuple[int, ...]`, which gate 2 then checks.
+    """
 
     name: str
     implementations: tuple[str, ...]
@@ -83,7 +88,7 @@ def registered() -> dict[str, Op]:
 
 @dataclass(frozen=True)
 class Control:
-    """A planted defect: `plant()` gives an Op whose named gate must turn red. Lives in tests, never in production."""
+    """A planted defect: `plant()` gives an Op whose named gate must turn red. Made in `isobit.contract.controls`."""
 
     op: str
     gate: str

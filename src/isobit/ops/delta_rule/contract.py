@@ -19,7 +19,7 @@ from isobit.ops.cases import (
 from isobit.ops.contract import Case, Outputs, Span, register
 from isobit.ops.convolution import convolve
 from isobit.ops.delta_rule import reference
-from isobit.ops.delta_rule.cpu import Delta, delta_rule, gated_norm, prepare_delta
+from isobit.ops.delta_rule.cpu import Delta, causal_conv, delta_rule, gated_norm, prepare_delta
 from isobit.ops.work import forced_pieces
 
 PIECES = {"one_thread": 1, "three_threads": 3}
@@ -43,17 +43,21 @@ class CausalConv:
             }
             yield Case(f"{channels} channels, {taps} taps, dilation {dilation}", streams, inputs)
 
-    def begin(self, case: Case) -> Any:
-        return pool_of_streams(case.inputs["before"])
+    def begin(self, case: Case) -> tuple[Delta, np.ndarray]:
+        zeros = np.zeros(1, np.float32)
+        handle = prepare_delta(case.inputs["weight"], zeros, zeros, zeros, 1, 1, 1, 1, 1e-6, "sigmoid")
+        return handle, pool_of_streams(case.inputs["before"])
 
     def call(self, implementation: str, case: Case, state: Any, plan: Sequence[Span]) -> Outputs:
-        x = given(rows_of_plan(plan, case.inputs["x"]))
-        weight = given(np.ascontiguousarray(case.inputs["weight"].T))
+        handle, pool = state
+        x, batch = given(rows_of_plan(plan, case.inputs["x"])), batch_of_plan(plan, len(case.rows))
         with forced_pieces(PIECES[implementation]):
-            return {"y": convolve(x, weight, case.inputs["dilation"], state, batch_of_plan(plan, len(case.rows)))}
+            if case.inputs["dilation"] == 1:
+                return {"y": causal_conv(x, handle, pool, batch)}
+            return {"y": convolve(x, given(handle.conv_weight), case.inputs["dilation"], pool, batch)}
 
     def final_state(self, case: Case, state: Any) -> Outputs:
-        return {"rows": state}
+        return {"rows": state[1]}
 
     def reference(self, case: Case) -> Outputs:
         return {"y": self._convolved(case, case.inputs["x"], case.inputs["before"], case.inputs["weight"])}

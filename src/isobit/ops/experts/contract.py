@@ -1,11 +1,13 @@
 """The row contracts of route and experts."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from isobit.checkpoint.weights import Linear
+from isobit.ops.cases import given, stream_of_row
 from isobit.ops.contract import Case, Outputs, Span, register
 from isobit.ops.experts import reference
 from isobit.ops.experts.cpu import experts, prepare_experts, route
@@ -42,7 +44,7 @@ class RouteOp:
     def call(self, implementation: str, case: Case, state: Any, plan: Sequence[Span]) -> Outputs:
         if implementation != "cpu":
             raise KeyError(implementation)
-        logits = case.inputs["logits"][[span.stream for span in plan]]
+        logits = given(case.inputs["logits"][stream_of_row(plan)])
         ids, weights = route(logits, case.inputs["chosen"], case.inputs["renormalise"])
         return {"ids": ids, "weights": weights}
 
@@ -79,6 +81,7 @@ class ExpertsOp:
         yield self._case(rng, "8 experts, 2 chosen", 29, 2, trellis_experts(rng, 8, 128, 128))
         yield self._case(rng, "mixed widths, padded sizes", 21, 3, trellis_experts(rng, 11, 160, 96, (3, 2.5), 300))
         yield self._case(rng, "plain, an empty shard", 13, 3, plain_experts(rng, 3, 72, 40))
+        yield self._cancelling(rng)
         yield self._case(rng, "one expert for all rows", 300, 1, trellis_experts(rng, 1, 128, 128))
         if full:
             yield self._case(rng, "real widths", 24, 10, trellis_experts(rng, 16, 2560, 640, (3, 2, 4)))
@@ -90,8 +93,8 @@ class ExpertsOp:
         return prepare_experts(host.gate, host.up, host.down, *host.shared, host.shared_expert_gate)
 
     def call(self, implementation: str, case: Case, state: Any, plan: Sequence[Span]) -> Outputs:
-        rows = [span.stream for span in plan]
-        x, ids, weights = (case.inputs[name][rows] for name in ("x", "ids", "weights"))
+        rows = stream_of_row(plan)
+        x, ids, weights = (given(case.inputs[name][rows]) for name in ("x", "ids", "weights"))
         return {"y": experts(x, ids, weights, state, HOW[implementation])}
 
     def final_state(self, case: Case, state: Any) -> Outputs:
@@ -112,6 +115,16 @@ class ExpertsOp:
     @staticmethod
     def _inputs(case: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray, HostExperts]:
         return case.inputs["x"], case.inputs["ids"], case.inputs["weights"], case.inputs["host"]
+
+    def _cancelling(self, rng: np.random.Generator) -> Case:
+        """Two equal experts of different shards with opposite weights, so that the order of the shards shows."""
+        host = trellis_experts(rng, 8, 128, 128)
+        gate, up, down = ([*layers[:2], layers[0], *layers[3:]] for layers in (host.gate, host.up, host.down))
+        host = replace(host, gate=gate, up=up, down=down)
+        case = self._case(rng, "cancelling experts", 12, 3, host)
+        case.inputs["ids"][:] = [0, 2, 5]
+        case.inputs["weights"][:, :2] = np.float32(1e15) * np.array([1, -1], np.float32)
+        return case
 
     @staticmethod
     def _case(rng: np.random.Generator, label: str, rows: int, chosen: int, host: HostExperts) -> Case:

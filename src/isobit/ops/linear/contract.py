@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from isobit.checkpoint.weights import CODEBOOKS, WIDTHS, Exl3Linear, Linear, PlainLinear
+from isobit.ops.cases import given, stream_of_row
 from isobit.ops.contract import Case, Outputs, Span, register
 from isobit.ops.linear import reference
 from isobit.ops.linear.cpu import BY_ROW_COUNT, IN_PANELS, ROW_BY_ROW, linear, prepare_linear
@@ -45,8 +46,7 @@ class LinearOp:
         return prepare_linear(case.inputs["weights"])
 
     def call(self, implementation: str, case: Case, state: Any, plan: Sequence[Span]) -> Outputs:
-        rows = case.inputs["x"][[span.stream for span in plan]]
-        return {"y": linear(rows, state, HOW[implementation])}
+        return {"y": linear(given(case.inputs["x"][stream_of_row(plan)]), state, HOW[implementation])}
 
     def final_state(self, case: Case, state: Any) -> Outputs:
         return {}

@@ -12,12 +12,11 @@ from isobit.ops.sample.cpu import sample, top_logprobs
 from isobit.ops.work import forced_pieces
 
 PIECES = {"one_thread": 1, "three_threads": 3}
-ROWS = 30
 DOUBLE_UNIT = 2.0**-53
 TOLERANCE = 1e-12  # how far sums of float64 weights may be off, relative to their total
 
 
-def draws_of(rng: np.random.Generator) -> list[Draw]:
+def draws_of(rng: np.random.Generator, rows: int) -> list[Draw]:
     """One draw a row: each filter alone, all together, and greedy."""
     filters: list[dict[str, Any]] = [
         {},
@@ -28,7 +27,7 @@ def draws_of(rng: np.random.Generator) -> list[Draw]:
         {"temperature": 3.0, "top_k": 20, "top_p": 0.9, "min_p": 0.01},
         {"top_k": 1},
     ]
-    keys = zip(rng.integers(0, 2**63, ROWS), rng.integers(0, 1 << 18, ROWS), strict=True)
+    keys = zip(rng.integers(0, 2**63, rows), rng.integers(0, 1 << 18, rows), strict=True)
     return [
         Draw(**filters[row % len(filters)], seed=int(seed) * 2 + 1, position=int(position))
         for row, (seed, position) in enumerate(keys)
@@ -36,9 +35,11 @@ def draws_of(rng: np.random.Generator) -> list[Draw]:
 
 
 def logits_cases(rng: np.random.Generator, full: bool) -> Iterator[tuple[str, np.ndarray]]:
+    """Logits of as many kinds as meet each kind of draw, ten rows for each of the seven draws where ids are few."""
     for width in (1, 2, 40, 2500) + ((248_320,) if full else ()):
+        rows, kinds = (70, ALL_KINDS) if width <= 2500 else (14, ("random", "large"))
         for largest in (8.0, 1e30):
-            yield f"{width} ids, up to {largest}", rows_of_kinds(rng, ROWS, width, largest=largest, kinds=ALL_KINDS)
+            yield f"{width} ids, up to {largest}", rows_of_kinds(rng, rows, width, largest=largest, kinds=kinds)
 
 
 def finite_rows(case: Case) -> Iterator[tuple[int, np.ndarray]]:
@@ -60,7 +61,7 @@ class Sample:
 
     def cases(self, rng: np.random.Generator, full: bool) -> Iterator[Case]:
         for label, logits in logits_cases(rng, full):
-            yield Case(label, (1,) * ROWS, {"logits": logits, "draws": draws_of(rng)})
+            yield Case(label, (1,) * len(logits), {"logits": logits, "draws": draws_of(rng, len(logits))})
 
     def begin(self, case: Case) -> Any:
         return None
@@ -75,7 +76,8 @@ class Sample:
         return {}
 
     def reference(self, case: Case) -> Outputs:
-        tokens, logprobs, finite = np.full(ROWS, -1), np.full(ROWS, np.nan), np.zeros(ROWS, np.bool_)
+        rows = len(case.rows)
+        tokens, logprobs, finite = np.full(rows, -1), np.full(rows, np.nan), np.zeros(rows, np.bool_)
         for row, logits in finite_rows(case):
             tokens[row] = reference.token(logits, case.inputs["draws"][row])
             logprobs[row] = reference.logprobs(logits)[tokens[row]]
@@ -84,7 +86,7 @@ class Sample:
 
     def error_limit(self, case: Case, reference: Outputs) -> Outputs:
         """A draw that the sums' errors could change has no limit."""
-        certain = np.ones(ROWS, np.bool_)
+        certain = np.ones(len(case.rows), np.bool_)
         for row, logits in finite_rows(case):
             certain[row] = self._is_certain(logits, case.inputs["draws"][row], reference["token"][row])
         limit = logprob_limit(reference["logprob"], case.inputs["logits"].shape[1])
@@ -111,7 +113,7 @@ class TopLogprobs:
 
     def cases(self, rng: np.random.Generator, full: bool) -> Iterator[Case]:
         for number, (label, logits) in enumerate(logits_cases(rng, full)):
-            yield Case(label, (1,) * ROWS, {"logits": logits, "count": (1, 20, 5)[number % 3]})
+            yield Case(label, (1,) * len(logits), {"logits": logits, "count": (1, 20, 5)[number % 3]})
 
     def begin(self, case: Case) -> Any:
         return None
@@ -125,7 +127,7 @@ class TopLogprobs:
         return {}
 
     def reference(self, case: Case) -> Outputs:
-        shape = ROWS, min(case.inputs["count"], case.inputs["logits"].shape[1])
+        shape = len(case.rows), min(case.inputs["count"], case.inputs["logits"].shape[1])
         ids, logprobs = np.full(shape, -1), np.full(shape, np.nan)
         for row, logits in finite_rows(case):
             ids[row] = reference.order(logits)[: shape[1]]

@@ -58,8 +58,8 @@ class Shape:
 
 
 SHAPES = (
-    Shape(2, 1, 8, 1, 8, 8, 4, 4, 0),
-    Shape(4, 2, 40, 2, 36, 16, 2, 16, 61),
+    Shape(2, 1, 8, 1, 8, 8, 2, 4, 0),
+    Shape(4, 2, 40, 2, 36, 16, 4, 16, 61),
     Shape(3, 1, 32, 3, 64, 512, 4, 32, 700),
     Shape(2, 2, 64, 1, 32, 8, 8, 0, 190),
 )
@@ -166,7 +166,10 @@ class AttentionWrite:
                 "v": shape.kv_heads * shape.head_dim,
                 "index_k": shape.index_dim,
             }
-            inputs = {name: [rows_of_kinds(rng, rows, width) for rows in streams] for name, width in widths.items()}
+            inputs = {
+                name: [rows_of_kinds(rng, rows, width)[rng.permutation(rows)] for rows in streams]
+                for name, width in widths.items()
+            }
             yield Case(shape.label, streams, {"shape": shape, "norms": norm_weights(rng, shape), **inputs})
 
     def begin(self, case: Case) -> State:
