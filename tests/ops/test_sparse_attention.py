@@ -39,7 +39,7 @@ class Layer:
     heads: int = 4
     kv_heads: int = 2
     head_dim: int = 40
-    index_heads: int = 2
+    index_heads: int = 3
     index_dim: int = 36
     budget: int = 16
     block: int = 4

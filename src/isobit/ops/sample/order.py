@@ -50,7 +50,8 @@ def _key_of_rank(values, rank):
     prefix = np.int64(0)
     for digit in range(DIGITS - 1, -1, -1):
         shift = digit * DIGIT_BITS
-        bins[:] = 0
+        for i in range(BINS):
+            bins[i] = 0
         for value in values:
             key = _descending_key(value) >> shift
             if key >> DIGIT_BITS == prefix:
@@ -66,11 +67,12 @@ def _key_of_rank(values, rank):
 @njit(nogil=True, error_model="numpy")
 def _sorted_by_key(entries):
     """Entries by ascending key, in their present order where keys are equal: three passes of counting sort."""
-    other = np.empty_like(entries)
+    other = np.empty(len(entries), np.int64)
     starts = np.empty(BINS, np.int64)
     for digit in range(DIGITS):
         shift = ID_BITS + digit * DIGIT_BITS
-        starts[:] = 0
+        for i in range(BINS):
+            starts[i] = 0
         for entry in entries:
             starts[(entry >> shift) & LOW_DIGIT] += 1
         total = np.int64(0)
