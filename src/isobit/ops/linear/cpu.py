@@ -34,7 +34,7 @@ __all__ = ["linear", "prepare_linear"]
 BY_ROW_COUNT, ROW_BY_ROW, IN_PANELS = 0, 1, 2  # how to compute; the first is what the model uses
 MOST_ROWS = 512  # that one thread prepares at a time
 MOST_PREPARED_BYTES = 32 << 20
-SMALL_WORK = 1 << 16  # multiply-adds that are done before a second thread has begun
+SMALL_WORK = 1 << 17  # multiply-adds that are done before a second thread has begun
 
 # Fields of a call's plan.
 HOW = 0
