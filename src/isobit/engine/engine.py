@@ -78,7 +78,8 @@ class Engine:
         self.context = self._context(settings.context)
         self.model = load_model(checkpoint, load_ops("cpu"), self.context)
         self.state = self.model.new_state(slots=1, pages=pages_for(self.context))
-        self.segment_rows = self._affordable_rows(settings)
+        self._buffer_bytes = self._buffer_budget()
+        self.segment_rows, _ = self._fit(settings.segment_rows)
         self.prompt_rows = 0
         self.reply_tokens = 0
         self._waiting: deque[Ticket] = deque()
@@ -144,7 +145,7 @@ class Engine:
         try:
             logits = self.model.ops.to_host(self.model.forward(self.state, plan))
             drawing = [lane for lane in lanes if not lane.prompt_left]
-            samples = self.model.ops.sample(logits, [draw_of(lane) for lane in drawing]) if drawing else None
+            samples = self.model.ops.sample(logits, [draw_of(lane) for lane in drawing])
         except Exception as error:
             log.exception("a forward failed")
             for lane in lanes:
@@ -195,11 +196,14 @@ class Engine:
 
     def _admit(self) -> None:
         """Drop the waiting requests that were cancelled; start the others while a lane is free."""
-        for ticket in [ticket for ticket in self._waiting if ticket.cancelled]:
-            self._waiting.remove(ticket)
+        with self._work:
+            dropped = [ticket for ticket in self._waiting if ticket.cancelled]
+            waiting = [ticket for ticket in self._waiting if not ticket.cancelled]
+            starting = waiting[: self.state.free_slots]
+            self._waiting = deque(waiting[self.state.free_slots :])
+        for ticket in dropped:
             emit(ticket, never_started(ticket))
-        while self._waiting and self.state.free_slots:
-            ticket = self._waiting.popleft()
+        for ticket in starting:
             request = ticket.request
             asked = segment_limit(request.prefill, request.segment_rows, self.settings.segment_rows)
             rows, notice = self._fit(min(asked, len(request.tokens)))
@@ -210,15 +214,19 @@ class Engine:
 
     def _fit(self, rows: int) -> tuple[int, str | None]:
         """As many of the asked rows as the buffers can be had for, and what to tell the user if they are fewer."""
-        fitting = min(rows, self.segment_rows)
-        while fitting > 1 and not can_allocate(self.model.workspace_bytes(fitting)):
+        fitting = rows
+        while fitting > 1 and not self._can_buffer(fitting):
             fitting //= 2
-        if fitting >= rows:
+        if fitting == rows:
             return rows, None
-        return (
+        return fitting, f"prompt segments of {fitting} rows instead of {rows}: there is no memory for larger buffers"
             fitting,
             f"prompt segments of {fitting} rows instead of {rows}: memory for larger buffers is not to be had",
         )
+
+    def _can_buffer(self, rows: int) -> bool:
+        needed = self.model.workspace_bytes(rows)
+        return needed <= self._buffer_bytes and can_allocate(needed)
 
     def _retire_if_over(self, lane: Lane) -> bool:
         reason = lane.end_reason()
@@ -258,22 +266,18 @@ class Engine:
             raise IsobitError(f"--context is {asked}: expected 2 to {window}, the checkpoint's window")
         return asked if asked is not None else window
 
-    def _affordable_rows(self, settings: EngineSettings) -> int:
-        """The largest deep segment within the memory limit; raises IsobitError when not even one row fits."""
-        loaded = memory.anonymous_resident()
-        state = self.state.nbytes
-        limit = loaded + memory.available() if settings.memory_gib is None else int(settings.memory_gib * memory.GIB)
-        left = limit - loaded - state
-        rows = settings.segment_rows
-        while rows > 1 and self.model.workspace_bytes(rows) > left:
-            rows //= 2
-        if self.model.workspace_bytes(rows) > left:
+    def _buffer_budget(self) -> int:
+        """Bytes that a forward's buffers may take in the memory limit; raises IsobitError if one row's do not fit."""
+        loaded, asked = memory.anonymous_resident(), self.settings.memory_gib
+        limit = loaded + memory.available() if asked is None else int(asked * memory.GIB)
+        left = limit - loaded - self.state.nbytes
+        if self.model.workspace_bytes(1) > left:
             raise IsobitError(
                 f"the memory limit is {memory.gib(limit)}, but the weights take {memory.gib(loaded)}, the state of "
-                f"{self.context} tokens {memory.gib(state)} and one row's buffers "
+                f"{self.context} tokens {memory.gib(self.state.nbytes)} and one row's buffers "
                 f"{memory.gib(self.model.workspace_bytes(1))}: raise --memory-gib or lower --context"
             )
-        return rows
+        return left
 
 
 def draw_of(lane: Lane) -> Draw:

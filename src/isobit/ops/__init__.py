@@ -8,7 +8,7 @@ from typing import Any
 # OpenMP threads that spin at a barrier stall each other whenever other processes use the cores.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-import numba  # noqa: E402
+import numba
 
 OP_FOLDERS = (
     "linear",
@@ -43,7 +43,8 @@ def import_contracts() -> None:
         importlib.import_module(f"isobit.ops.{folder}.contract")
 
 
-_threads = numba.config.NUMBA_NUM_THREADS
+_most_threads: int = getattr(numba.config, "NUMBA_NUM_THREADS")  # noqa: B009
+_threads = _most_threads
 
 
 def threads() -> int:
@@ -54,4 +55,4 @@ def threads() -> int:
 def set_threads(count: int) -> None:
     """Use `count` threads in CPU kernels (1 to the number of cores that Numba sees); never changes a bit."""
     global _threads
-    _threads = max(1, min(count, numba.config.NUMBA_NUM_THREADS))
+    _threads = max(1, min(count, _most_threads))
