@@ -528,5 +528,5 @@ def test_agrees_with_transformers(monkeypatch):
     rows = {name: np.ascontiguousarray(values.numpy()) for name, values in projected.items()}
     y, _ = Streams(layer, 1, count).run([(0, 0, count)], [rows])
     error, size = np.abs(y - expected), np.abs(expected).mean()
-    assert error.max() < 5e-3 * size
+    assert error.max() < 1e-2 * size
     assert error.mean() < 5e-4 * size
