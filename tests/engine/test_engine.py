@@ -182,7 +182,7 @@ def test_less_memory_means_smaller_segments_and_the_same_reply(engine, test_chec
     finished, _ = reply(engine, request)
     assert (finished.token_hash, finished.logits_hash) == (expected.token_hash, expected.logits_hash)
     assert finished.segment_rows < 300
-    assert f"segments of {finished.segment_rows} rows instead of 300" in finished.notice
+    assert f"segments of {finished.segment_rows} rows, not 300" in finished.notice
 
 
 def test_a_memory_limit_is_kept_or_refused_with_the_numbers(test_checkpoint):

@@ -219,10 +219,7 @@ class Engine:
             fitting //= 2
         if fitting == rows:
             return rows, None
-        return fitting, f"prompt segments of {fitting} rows instead of {rows}: there is no memory for larger buffers"
-            fitting,
-            f"prompt segments of {fitting} rows instead of {rows}: memory for larger buffers is not to be had",
-        )
+        return fitting, f"prompt segments of {fitting} rows, not {rows}: there is no memory for larger buffers"
 
     def _can_buffer(self, rows: int) -> bool:
         needed = self.model.workspace_bytes(rows)
