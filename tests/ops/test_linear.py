@@ -190,3 +190,17 @@ def test_rows_of_another_width_are_refused():
 def test_dequantized_inner_matrix_is_what_decoding_gives():
     weights = random_trellis(np.random.default_rng(9), 128, 128, "mul1", 1.5)
     np.testing.assert_array_equal(decode(weights.trellis, "mul1", 1.5), dequantize_inner(weights).astype(np.float32))
+
+
+@pytest.mark.parametrize("x", [np.zeros((2, 200)), np.zeros((200, 2), np.float32).T])
+def test_rows_of_another_type_or_layout_are_refused(x):
+    with pytest.raises(TypeError):
+        linear(x, handle_of("padded, with bias"))
+
+
+def test_tall_plain_weights_are_converted_in_pieces(monkeypatch):
+    weights = random_plain(np.random.default_rng(10), 40, 100, "float32")
+    x = adversarial_rows(np.random.default_rng(11), 3, 40)
+    expected = linear(x, prepare_linear(weights))
+    monkeypatch.setattr(cpu, "PREPARED_ROWS", 32)
+    assert linear(x, prepare_linear(weights)).tobytes() == expected.tobytes()

@@ -84,7 +84,7 @@ class ExpertsOp:
         yield self._cancelling(rng)
         yield self._case(rng, "one expert for all rows", 300, 1, trellis_experts(rng, 1, 128, 128))
         if full:
-            yield self._case(rng, "real widths", 24, 10, trellis_experts(rng, 16, 2560, 640, (3, 2, 4)))
+            yield self._case(rng, "real widths", 16, 10, trellis_experts(rng, 12, 2560, 640, (3, 2, 4)))
             yield self._case(rng, "long inputs", 9, 2, trellis_experts(rng, 4, 4096, 128))
             yield self._case(rng, "every codebook", 21, 4, trellis_experts(rng, 12, 256, 256, (3, 4, 5), mixed=True))
 
@@ -109,7 +109,7 @@ class ExpertsOp:
     def limits(self) -> list[str]:
         return [
             "rows beyond 300 of one expert: they are computed in passes of at most 256",
-            "more than 16 experts at real widths",
+            "more than 12 experts at real widths",
         ]
 
     @staticmethod

@@ -34,6 +34,7 @@ __all__ = ["linear", "prepare_linear"]
 BY_ROW_COUNT, ROW_BY_ROW, IN_PANELS = 0, 1, 2  # how to compute; the first is what the model uses
 MOST_ROWS = 512  # that one thread prepares at a time
 MOST_PREPARED_BYTES = 32 << 20
+PREPARED_ROWS = 1024  # of plain weights converted at a time; a multiple of 16
 SMALL_WORK = 1 << 17  # multiply-adds that are done before a second thread has begun
 
 # Fields of a call's plan.
@@ -81,13 +82,8 @@ def linear(x: np.ndarray, handle: LinearHandle, how: int = BY_ROW_COUNT) -> np.n
     if width != handle.in_features:
         raise ValueError(f"linear: x has {width} columns, expected {handle.in_features}")
     y = buffers.empty((rows, handle.out_features))
-    parts = threads()
-    if rows == 1 and how == BY_ROW_COUNT:
-        plan = handle.row_plan
-        if width * handle.out_features < SMALL_WORK:
-            parts = 1
-    else:
-        plan = _plan(rows, handle, parts, how)
+    parts = threads() if rows * width * handle.out_features >= SMALL_WORK else 1
+    plan = handle.row_plan if rows == 1 and how == BY_ROW_COUNT else _plan(rows, handle, parts, how)
     run_parts(_PHASES, x, y, handle.record, plan, int(plan[PART_FLOATS]), parts)
     return y
 
@@ -143,26 +139,48 @@ def _prepare_plain(weights: PlainLinear) -> LinearHandle:
         raise CheckpointError(
             f"{weights.name}: weight is {weights.weight.dtype} {weights.weight.shape}, expected float32 [N, K]"
         )
-    stored, values = _smallest_plain(weights.weight)
-    n, k = values.shape
+    number = _narrowest_format(weights.weight)
+    tiles = _plain_tiles(weights.weight, number)
+    return _handle(weights, tile_format(number), (tiles.shape[0], tiles.shape[1]), [tiles], product.PAIR_COLUMNS)
+
+
+def _narrowest_format(weight: np.ndarray) -> int:
+    """The format of fewest bytes that holds every weight exactly."""
+    formats = [FLOAT16, BFLOAT16]
+    for first in range(0, len(weight), PREPARED_ROWS):
+        bits = np.ascontiguousarray(weight[first : first + PREPARED_ROWS]).view(np.uint32)
+        formats = [number for number in formats if np.array_equal(_widened(_narrowed(bits, number), number), bits)]
+    return formats[0] if formats else FLOAT32
+
+
+def _narrowed(bits: np.ndarray, number: int) -> np.ndarray:
+    """float32 bits -> the nearest, or a smaller, value's bits in a format."""
+    if number == FLOAT16:
+        with np.errstate(over="ignore"):
+            return bits.view(np.float32).astype(np.float16).view(np.uint16)
+    return (bits >> 16).astype(np.uint16) if number == BFLOAT16 else bits
+
+
+def _widened(narrow: np.ndarray, number: int) -> np.ndarray:
+    """Inverse of `_narrowed` for a 16-bit format."""
+    if number == FLOAT16:
+        return narrow.view(np.float16).astype(np.float32).view(np.uint32)
+    return narrow.astype(np.uint32) << 16
+
+
+def _plain_tiles(weight: np.ndarray, number: int) -> np.ndarray:
+    """[N, K] -> tiles [K/16, N/16, 16, 16], inputs first, padded with zeros; a few rows of N at a time."""
+    n, k = weight.shape
     tile_rows, tile_columns = -(-k // TILE), -(-n // TILE)
-    padded = np.zeros((tile_columns * TILE, tile_rows * TILE), values.dtype)
-    padded[:n, :k] = values
-    tiles = padded.reshape(tile_columns, TILE, tile_rows, TILE).transpose(2, 0, 3, 1)
-    arrays = [np.ascontiguousarray(tiles)]
-    return _handle(weights, tile_format(stored), (tile_rows, tile_columns), arrays, product.PAIR_COLUMNS)
-
-
-def _smallest_plain(weight: np.ndarray) -> tuple[int, np.ndarray]:
-    """The narrowest format that holds every weight exactly, and the weights in it."""
-    with np.errstate(over="ignore"):
-        halves = weight.astype(np.float16)
-    bits = np.ascontiguousarray(weight).view(np.uint32)
-    if np.array_equal(halves.astype(np.float32).view(np.uint32), bits):
-        return FLOAT16, halves.view(np.uint16)
-    if not np.any(bits & 0xFFFF):
-        return BFLOAT16, (bits >> 16).astype(np.uint16)
-    return FLOAT32, weight
+    tiles = np.empty((tile_rows, tile_columns, TILE, TILE), np.uint32 if number == FLOAT32 else np.uint16)
+    for first in range(0, n, PREPARED_ROWS):
+        values = _narrowed(np.ascontiguousarray(weight[first : first + PREPARED_ROWS]).view(np.uint32), number)
+        columns = -(-len(values) // TILE)
+        padded = np.zeros((columns * TILE, tile_rows * TILE), values.dtype)
+        padded[: len(values), :k] = values
+        column = first // TILE
+        tiles[:, column : column + columns] = padded.reshape(columns, TILE, tile_rows, TILE).transpose(2, 0, 3, 1)
+    return tiles
 
 
 def _handle(

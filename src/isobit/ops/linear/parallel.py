@@ -3,7 +3,7 @@
 from threading import Lock
 
 import numpy as np
-from numba import njit, prange
+from numba import njit, prange, types
 
 from isobit.ops.linear.memory import address_of, call
 
@@ -31,7 +31,19 @@ def run_parts(
         _run(phases, x, y, record, plan, scratch, parts)
 
 
-@njit(nogil=True, cache=True, error_model="numpy", parallel=True)
+# One signature, so that an array of another type is refused and not misread.
+_SIGNATURE = types.void(
+    types.int64[::1],
+    types.float32[:, ::1],
+    types.float32[:, ::1],
+    types.int64[::1],
+    types.int64[::1],
+    types.float32[::1],
+    types.int64,
+)
+
+
+@njit(_SIGNATURE, nogil=True, cache=True, error_model="numpy", parallel=True)
 def _run(phases, x, y, record, plan, scratch, parts):
     rows, at_x, at_y = x.shape[0], address_of(x), address_of(y)
     at_record, at_plan, at_scratch = address_of(record), address_of(plan), address_of(scratch)
