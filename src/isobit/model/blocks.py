@@ -19,6 +19,10 @@ class Pass:
     batch: Batch
     trace: Trace | None = None
 
+    def journal(self, name: str) -> Array | None:
+        """The journal of the recurrent pool `name`, None when this forward journals nothing."""
+        return self.state.journals[name] if self.batch.journal_rows else None
+
 
 @dataclass(frozen=True)
 class GatedDeltaNet:
@@ -35,9 +39,10 @@ class GatedDeltaNet:
     def __call__(self, run: Pass, x: Array) -> Array:
         """[R, H] -> [R, H]."""
         ops, pools = run.ops, run.state.recurrent
-        qkv = ops.causal_conv(ops.linear(x, self.in_qkv), self.delta, pools[f"{self.name}.conv"], run.batch)
+        conv, recurrent = f"{self.name}.conv", f"{self.name}.recurrent"
+        qkv = ops.causal_conv(ops.linear(x, self.in_qkv), self.delta, pools[conv], run.batch, run.journal(conv))
         a, b = ops.linear(x, self.in_a), ops.linear(x, self.in_b)
-        mixed = ops.delta_rule(qkv, a, b, self.delta, pools[f"{self.name}.recurrent"], run.batch)
+        mixed = ops.delta_rule(qkv, a, b, self.delta, pools[recurrent], run.batch, run.journal(recurrent))
         return ops.linear(ops.gated_norm(mixed, ops.linear(x, self.in_z), self.delta), self.out)
 
 
@@ -111,10 +116,11 @@ class NgramInjection:
     def __call__(self, run: Pass, streams: Array, tokens: Array) -> None:
         """Adds to streams [R, S, H] in place."""
         ops, pools = run.ops, run.state.recurrent
-        ids = ops.ngram_ids(tokens, pools[f"{self.name}.history"], self.table, self.end_token, run.batch)
+        history, conv = f"{self.name}.history", f"{self.name}.ngram_conv"
+        ids = ops.ngram_ids(tokens, pools[history], self.table, self.end_token, run.batch, run.journal(history))
         rows = ops.ngram_gather(ids, self.table)
         key, value = ops.linear(rows, self.key), ops.linear(rows, self.value)
-        ops.ple_inject(streams, key, value, self.ple, pools[f"{self.name}.ngram_conv"], run.batch)
+        ops.ple_inject(streams, key, value, self.ple, pools[conv], run.batch, run.journal(conv))
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,10 @@
 """Qwen3.8 Flash Next: one forward for decode, draft verification and prompt segments alike."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from isobit.checkpoint.config import FlashNextConfig
 from isobit.model.blocks import Handle, Layer, Pass, SparseAttention
@@ -81,6 +84,11 @@ class FlashNext:
         if self.mtp is not None:
             shapes["mtp.streams"] = (stream_shape, "float32")
         return shapes
+
+    def journal_bytes(self, rows: int) -> int:
+        """Bytes of the journals of `rows` journaled rows: verifying d drafts of a stream journals d rows."""
+        shapes = self.recurrent_shapes().values()
+        return rows * sum(math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in shapes)
 
     def workspace_bytes(self, rows: int) -> int:
         """The most bytes of temporary arrays that a forward of `rows` rows needs: an upper estimate from the widths."""

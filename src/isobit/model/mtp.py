@@ -30,7 +30,8 @@ class MtpHead:
 
         streams: [R, S, H], the trunk's after its last layer; embedded: [R, H], the tokens' embeddings.
         """
-        previous = run.ops.shift_rows(streams, run.state.recurrent["mtp.streams"], run.batch)
+        last = run.state.recurrent["mtp.streams"]
+        previous = run.ops.shift_rows(streams, last, run.batch, run.journal("mtp.streams"))
         batch, rows = completed_rows(run.batch)
         if batch is None:
             return

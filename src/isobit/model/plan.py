@@ -9,11 +9,15 @@ from isobit.model.state import Stream
 
 @dataclass(frozen=True)
 class Segment:
-    """The next `tokens` of a stream, from its position on. `logits`: for its "last" row, "all" rows or "none"."""
+    """The next `tokens` of a stream, from its position on. `logits`: for its "last" row, "all" rows or "none".
+
+    `journal`: whether only its first rows may be kept afterwards (`StatePool.settle`, before the next forward).
+    """
 
     stream: Stream
     tokens: tuple[int, ...]
     logits: str = "last"
+    journal: bool = False
 
     def logit_rows(self, start: int) -> range:
         """The rows of the plan that this segment wants logits for, when it begins at row `start`."""

@@ -28,6 +28,15 @@ class Stream:
 
 
 @dataclass(frozen=True)
+class Unsettled:
+    """A journaled segment of `count` rows from position `first`: journal row place + i holds the state after row i."""
+
+    first: int
+    count: int
+    place: int
+
+
+@dataclass(frozen=True)
 class KeptState:
     """A stream's state at row `rows`: copies of its recurrent state, and shares of its key-value pages."""
 
@@ -46,7 +55,8 @@ class StatePool:
 
     `recurrent`: named pools with the slot as first index. `caches`: one AttentionCache a name, the page as first
     index; `index_block` rows share one pooled key. A page that several streams or kept states share is copied before
-    it is written.
+    it is written. `journals`: for each recurrent pool, the state after the journaled rows of the last forward, so that
+    rows can be given up again.
     """
 
     def __init__(
@@ -68,6 +78,8 @@ class StatePool:
         self._free_slots = list(range(slots - 1, -1, -1))
         self._free_pages = list(range(pages - 1, -1, -1))
         self._page_users = [0] * pages
+        self.journals: dict[str, Array] = {}
+        self._unsettled: dict[int, Unsettled] = {}
 
     @property
     def free_slots(self) -> int:
@@ -96,6 +108,7 @@ class StatePool:
         """Give the stream's slot and pages back."""
         self._release(stream.pages)
         stream.pages.clear()
+        self._unsettled.pop(stream.slot, None)
         self._free_slots.append(stream.slot)
 
     def save(self, stream: Stream) -> KeptState:
@@ -130,9 +143,9 @@ class StatePool:
 
     def reserve(self, stream: Stream, count: int) -> None:
         """Make sure that rows [stream.rows, stream.rows + count) can be written to pages of the stream's own."""
-        needed = pages_for(stream.rows + count)
-        missing = needed - len(stream.pages)
-        first_written = stream.rows // PAGE_ROWS
+        missing = max(pages_for(stream.rows + count) - len(stream.pages), 0)
+        # A forward completes the MTP head's row of the position before its first.
+        first_written = (max(stream.rows - 1, 0) if "mtp" in self.caches else stream.rows) // PAGE_ROWS
         shared = [i for i in range(first_written, len(stream.pages)) if self._page_users[stream.pages[i]] > 1]
         if missing + len(shared) > len(self._free_pages):
             raise StateFullError(
@@ -147,12 +160,31 @@ class StatePool:
         streams = [segment.stream for segment in plan.segments]
         for segment in plan.segments:
             self.reserve(segment.stream, len(segment.tokens))
+        journal, journal_rows = self._open_journal(plan)
         return Batch(
             slots=np.array([stream.slot for stream in streams], dtype=np.int32),
             starts=plan.starts,
             first=np.array([stream.rows for stream in streams], dtype=np.int32),
             pages=page_table(streams),
+            journal=journal,
+            journal_rows=journal_rows,
         )
+
+    def settle(self, stream: Stream, rows: int) -> None:
+        """Keep the first `rows` rows (at least one) of the stream's journaled segment in the last forward.
+
+        The state becomes what a forward of those rows alone leaves. Raises ValueError for rows that are not there.
+        """
+        segment = self._unsettled.get(stream.slot)
+        if segment is None or not 1 <= rows <= segment.count:
+            held = "no journaled segment" if segment is None else f"{segment.count} journaled rows"
+            raise ValueError(f"cannot keep {rows} rows: the last forward left the stream {held}")
+        if rows < segment.count:
+            place = segment.place + rows - 1
+            for name, pool in self.recurrent.items():
+                self.ops.put_rows(pool, [stream.slot], self.journals[name][place : place + 1])
+            stream.rows = segment.first + rows
+        del self._unsettled[stream.slot]
 
     def export(self, stream: Stream) -> dict[str, np.ndarray]:
         """The whole state at the stream's row as host arrays: what defines its future, and nothing beyond."""
@@ -169,6 +201,28 @@ class StatePool:
             digest.update(f"{name}{array.shape}{array.dtype}".encode())
             digest.update(np.ascontiguousarray(array).tobytes())
         return digest.hexdigest()
+
+    def _open_journal(self, plan: "Plan") -> tuple[np.ndarray | None, int]:
+        """Where the plan's journaled rows go, int32 [R] or None, and how many they are; a segment's last needs none."""
+        self._unsettled.clear()
+        if not any(segment.journal for segment in plan.segments):
+            return None, 0
+        places, used = [], 0
+        for segment in plan.segments:
+            count = len(segment.tokens)
+            journaled = count - 1 if segment.journal else 0
+            places += [*range(used, used + journaled), *[-1] * (count - journaled)]
+            if segment.journal:
+                self._unsettled[segment.stream.slot] = Unsettled(segment.stream.rows, count, used)
+            used += journaled
+        if used:
+            self._grow_journals(used)
+        return (np.array(places, dtype=np.int32), used) if used else (None, 0)
+
+    def _grow_journals(self, rows: int) -> None:
+        for name, pool in self.recurrent.items():
+            if name not in self.journals or len(self.journals[name]) < rows:
+                self.journals[name] = self.ops.zeros((rows, *pool.shape[1:]), pool.dtype)
 
     def _export_cache(self, cache: AttentionCache, stream: Stream, rows: int) -> Iterator[tuple[str, np.ndarray]]:
         counts = {"keys": rows, "values": rows, "index_raw": rows, "index_pooled": rows // self.index_block}

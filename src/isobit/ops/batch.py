@@ -19,12 +19,16 @@ class Batch:
     starts: int32 [S+1], where each segment begins among the rows; starts[S] = R.
     first: int32 [S], the position of each segment's first row in its stream.
     pages: int32 [S, P], the stream's pages in order: position p lies in page pages[s, p // PAGE_ROWS].
+    journal: int32 [R], the journal row that takes a copy of the stream's state after that row, -1 for none; None when
+    nothing is journaled. journal_rows: how many rows the journals have, one array [journal_rows, ...] a state pool.
     """
 
     slots: np.ndarray
     starts: np.ndarray
     first: np.ndarray
     pages: np.ndarray
+    journal: np.ndarray | None = None
+    journal_rows: int = 0
 
     @property
     def rows(self) -> int:

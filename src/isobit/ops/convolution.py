@@ -5,20 +5,29 @@ from numba import njit
 
 from isobit.ops.batch import Batch
 from isobit.ops.buffers import empty
+from isobit.ops.journal import journal_arguments
 from isobit.ops.lanes import LANES
 from isobit.ops.scalar import ZERO, fma32, silu32
 from isobit.ops.work import run_split
 
 
-def convolve(x: np.ndarray, weight: np.ndarray, dilation: int, state: np.ndarray, batch: Batch) -> np.ndarray:
+def convolve(
+    x: np.ndarray,
+    weight: np.ndarray,
+    dilation: int,
+    state: np.ndarray,
+    batch: Batch,
+    journal: np.ndarray | None = None,
+) -> np.ndarray:
     """silu of the causal convolution of each stream's rows: float32 [R, C] -> [R, C].
 
     weight: float32 [taps, C], the oldest row's tap first. state: float32 [slots, dilation * (taps - 1), C], the rows
-    before the segment, oldest first; afterwards the rows before the stream's next row.
+    before the segment, oldest first; afterwards the rows before the stream's next row. journal: float32 [J, the shape
+    of a slot], gets the state after each row that the batch journals.
     """
     out = empty(x.shape)
     blocks = -(-x.shape[1] // LANES)
-    arguments = x, weight, dilation, state, batch.starts, batch.slots, out
+    arguments = x, weight, dilation, state, batch.starts, batch.slots, *journal_arguments(batch, journal, state), out
     run_split(convolve_columns, x.size, blocks, *arguments)
     return out
 
@@ -30,7 +39,7 @@ def add_tap(total, weight, source):
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def convolve_columns(x, weight, dilation, state, starts, slots, out, first_block, last_block):
+def convolve_columns(x, weight, dilation, state, starts, slots, places, journal, out, first_block, last_block):
     """All rows, in column blocks first_block to last_block - 1 of 32 columns each."""
     left, right = first_block * LANES, min(last_block * LANES, x.shape[1])
     taps, kept = weight.shape[0], state.shape[1]
@@ -48,14 +57,17 @@ def convolve_columns(x, weight, dilation, state, starts, slots, out, first_block
                     add_tap(total, weight[tap, left:right], state[slot, kept + source, left:right])
             for i in range(total.size):
                 total[i] = silu32(total[i])
-        keep_last_rows(x, state, slot, start, end, left, right)
+        for row in range(start, end if places.size else start):
+            if places[row] >= 0:
+                keep_last_rows(x, state[slot], journal[places[row]], start, row + 1, left, right)
+        keep_last_rows(x, state[slot], state[slot], start, end, left, right)
 
 
 @njit(nogil=True, error_model="numpy")
-def keep_last_rows(x, state, slot, start, end, left, right):
-    """Move the columns of the state on by the segment's rows, oldest first, so that no row is read after it changed."""
-    kept = state.shape[1]
+def keep_last_rows(x, before, after, start, end, left, right):
+    """Columns of the state `after` rows start to end - 1, oldest first: no row is read after it changed in place."""
+    kept = before.shape[0]
     for place in range(kept):
         source = place + end - start
         for i in range(left, right):
-            state[slot, place, i] = state[slot, source, i] if source < kept else x[start + source - kept, i]
+            after[place, i] = before[source, i] if source < kept else x[start + source - kept, i]

@@ -9,6 +9,7 @@ from isobit.errors import IsobitError
 from isobit.ops.batch import Batch
 from isobit.ops.buffers import empty
 from isobit.ops.convolution import convolve
+from isobit.ops.journal import journal_arguments
 from isobit.ops.lanes import (
     LANES,
     lane_dot_at,
@@ -78,15 +79,29 @@ def prepare_delta(
     )
 
 
-def causal_conv(x: np.ndarray, handle: Delta, conv_state: np.ndarray, batch: Batch) -> np.ndarray:
-    """silu of the causal convolution of q, k and v: [R, C] -> [R, C]; the pool [slots, taps - 1, C] moves on."""
-    return convolve(x, handle.conv_weight, 1, conv_state, batch)
+def causal_conv(
+    x: np.ndarray, handle: Delta, conv_state: np.ndarray, batch: Batch, journal: np.ndarray | None = None
+) -> np.ndarray:
+    """silu of the causal convolution of q, k and v: [R, C] -> [R, C]; the pool [slots, taps - 1, C] moves on.
+
+    journal: [J, taps - 1, C], the pool's value after each row that the batch journals.
+    """
+    return convolve(x, handle.conv_weight, 1, conv_state, batch, journal)
 
 
 def delta_rule(
-    qkv: np.ndarray, a: np.ndarray, b: np.ndarray, handle: Delta, states: np.ndarray, batch: Batch
+    qkv: np.ndarray,
+    a: np.ndarray,
+    b: np.ndarray,
+    handle: Delta,
+    states: np.ndarray,
+    batch: Batch,
+    journal: np.ndarray | None = None,
 ) -> np.ndarray:
-    """The recurrence: [R, C], [R, Hv], [R, Hv] -> [R, Hv*dv]; the pool [slots, Hv, dk, dv] moves on."""
+    """The recurrence: [R, C], [R, Hv], [R, Hv] -> [R, Hv*dv]; the pool [slots, Hv, dk, dv] moves on.
+
+    journal: [J, Hv, dk, dv], the pool's value after each row that the batch journals.
+    """
     rows, heads = a.shape
     q = np.empty((rows, handle.key_heads, handle.key_dim), np.float32)
     k = np.empty_like(q)
@@ -95,8 +110,9 @@ def delta_rule(
     run_split(gate_rows, 2 * q.size, rows, *arguments)
     out = empty((rows, heads * handle.value_dim))
     blocks = heads * -(-handle.value_dim // LANES)
-    recurrence = q, k, qkv, decay, beta, states, batch.starts, batch.slots, out
-    run_split(delta_blocks, out.size * handle.key_dim // 8, blocks, *recurrence)
+    recurrence = q, k, qkv, decay, beta, states, batch.starts, batch.slots
+    arguments = *recurrence, *journal_arguments(batch, journal, states), out
+    run_split(delta_blocks, out.size * handle.key_dim // 8, blocks, *arguments)
     return out
 
 
@@ -135,13 +151,13 @@ def gate_rows(qkv, a, b, rate, dt_bias, q, k, decay, beta, first, last):
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def delta_blocks(q, k, qkv, decay, beta, states, starts, slots, out, first, last):
+def delta_blocks(q, k, qkv, decay, beta, states, starts, slots, places, journal, out, first, last):
     """All rows, in blocks first to last - 1: block i is 32 value columns of one head, head after head."""
     value_heads, key_dim, value_dim = states.shape[1], states.shape[2], states.shape[3]
     key_heads, channels = q.shape[1], qkv.shape[1]
     values = 2 * key_heads * key_dim
     blocks = (value_dim + LANES - 1) // LANES
-    pool = states.ravel()
+    pool, journal_pool = states.ravel(), journal.ravel()
     block_state = np.empty(key_dim * LANES, np.float32)
     for block in range(first, last):
         head, column = block // blocks, (block % blocks) * LANES
@@ -173,6 +189,17 @@ def delta_blocks(q, k, qkv, decay, beta, states, starts, slots, out, first, last
                     beta[row, head],
                 )
                 store_columns(out, out_place, read, width)
+                if places.size and places[row] >= 0:
+                    copy_columns(
+                        pool if to_pool else block_state,
+                        place if to_pool else 0,
+                        value_dim if to_pool else LANES,
+                        journal_pool,
+                        (places[row] * value_heads + head) * key_dim * value_dim + column,
+                        value_dim,
+                        key_dim,
+                        width,
+                    )
             if width < LANES:
                 copy_columns(block_state, 0, LANES, pool, place, value_dim, key_dim, width)
 

@@ -9,6 +9,7 @@ from isobit.checkpoint.weights import NgramTable
 from isobit.ops.batch import Batch
 from isobit.ops.buffers import empty
 from isobit.ops.convolution import convolve
+from isobit.ops.journal import journal_arguments
 from isobit.ops.lanes import lane_dot_at
 from isobit.ops.norm.cpu import group_norm
 from isobit.ops.rings import decode_ring
@@ -54,11 +55,22 @@ def prepare_ple(
     )
 
 
-def ngram_ids(tokens: np.ndarray, history: np.ndarray, table: NgramTable, end_token: int, batch: Batch) -> np.ndarray:
-    """The table rows of every token: int32 [R] -> int64 [R, heads]; the history [slots, order - 1] moves on."""
+def ngram_ids(
+    tokens: np.ndarray,
+    history: np.ndarray,
+    table: NgramTable,
+    end_token: int,
+    batch: Batch,
+    journal: np.ndarray | None = None,
+) -> np.ndarray:
+    """The table rows of every token: int32 [R] -> int64 [R, heads]; the history [slots, order - 1] moves on.
+
+    journal: int32 [J, order - 1], the history after each row that the batch journals.
+    """
     ids = empty((len(tokens), table.heads), np.int64)
     multipliers, sizes, offsets = (np.array(x, np.int64) for x in (table.multipliers, table.sizes, table.offsets))
-    hash_rows(tokens, history, multipliers, sizes, offsets, end_token, batch.starts, batch.slots, ids)
+    places, journal = journal_arguments(batch, journal, history)
+    hash_rows(tokens, history, multipliers, sizes, offsets, end_token, batch.starts, batch.slots, places, journal, ids)
     return ids
 
 
@@ -91,21 +103,30 @@ def gather_stored(table: NgramTable, ids: np.ndarray) -> np.ndarray:
 
 
 def ple_inject(
-    streams: np.ndarray, key: np.ndarray, value: np.ndarray, handle: Ple, conv_state: np.ndarray, batch: Batch
+    streams: np.ndarray,
+    key: np.ndarray,
+    value: np.ndarray,
+    handle: Ple,
+    conv_state: np.ndarray,
+    batch: Batch,
+    journal: np.ndarray | None = None,
 ) -> None:
-    """Add the injection to the streams in place: [R, S, H], [R, S*H], [R, H]; the pool [slots, rows, S*H] moves on."""
+    """Add the injection to the streams in place: [R, S, H], [R, S*H], [R, H]; the pool [slots, rows, S*H] moves on.
+
+    journal: [J, rows, S*H], the pool's value after each row that the batch journals.
+    """
     rows = len(value)
     keys = group_norm(key, handle.norm_key, handle.streams, handle.eps)
     queries = group_norm(streams, handle.norm_query, handle.streams, handle.eps)
     gated = np.empty(streams.shape, np.float32)
     run_split(gate_rows, streams.size, rows, keys, queries, value, gated)
     normed = group_norm(gated, handle.norm_conv, handle.streams, handle.eps).reshape(key.shape)
-    local = convolve(normed, handle.conv_weight, handle.dilation, conv_state, batch)
+    local = convolve(normed, handle.conv_weight, handle.dilation, conv_state, batch, journal)
     run_split(add_rows, streams.size, rows, streams.reshape(key.shape), gated.reshape(key.shape), local)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def hash_rows(tokens, history, multipliers, sizes, offsets, end_token, starts, slots, ids):
+def hash_rows(tokens, history, multipliers, sizes, offsets, end_token, starts, slots, places, journal, ids):
     """ids [R, heads] of tokens [R] in order; history [slots, order - 1] moves on."""
     order, heads = multipliers.size, sizes.size
     heads_an_order = heads // (order - 1)
@@ -122,6 +143,9 @@ def hash_rows(tokens, history, multipliers, sizes, offsets, end_token, starts, s
             for i in range(order - 2, 0, -1):
                 past[i] = past[i - 1]
             past[0] = tokens[row]
+            if places.size and places[row] >= 0:
+                for i in range(order - 1):
+                    journal[places[row], i] = past[i]
 
 
 @njit(nogil=True, cache=True, error_model="numpy")

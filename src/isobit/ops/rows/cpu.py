@@ -42,10 +42,11 @@ def fill_rows(x: np.ndarray, indices: Indices, value) -> None:
         x[index] = value
 
 
-def shift_rows(x: np.ndarray, last: np.ndarray, batch: Batch) -> np.ndarray:
+def shift_rows(x: np.ndarray, last: np.ndarray, batch: Batch, journal: np.ndarray | None = None) -> np.ndarray:
     """Each row's predecessor in its stream: [R, ...] -> [R, ...].
 
-    The first row of a segment gets last[slot]; afterwards last[slot] holds the segment's last row.
+    The first row of a segment gets last[slot]; afterwards last[slot] holds the segment's last row. journal: [J, ...],
+    the pool's value after each row that the batch journals.
     """
     out = empty(x.shape, x.dtype)
     for segment, slot in enumerate(batch.slots):
@@ -53,6 +54,9 @@ def shift_rows(x: np.ndarray, last: np.ndarray, batch: Batch) -> np.ndarray:
         out[start] = last[slot]
         out[start + 1 : end] = x[start : end - 1]
         last[slot] = x[end - 1]
+    if journal is not None and batch.journal is not None:
+        rows = np.flatnonzero(batch.journal >= 0)
+        journal[batch.journal[rows]] = x[rows]
     return out
 
 
