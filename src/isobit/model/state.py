@@ -1,7 +1,7 @@
 """The state of streams: slots of recurrent state, pages of key-value rows, and kept states that restore at any row."""
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -94,6 +94,34 @@ class StatePool:
         """Bytes of all pools when every slot and page is in use."""
         caches = [pool for cache in self.caches.values() for pool in cache_pools(cache)]
         return sum(pool.nbytes for pool in [*self.recurrent.values(), *caches])
+
+    @property
+    def slot_nbytes(self) -> int:
+        """Bytes of one slot's recurrent state: what a kept state copies."""
+        return sum(pool.nbytes // pool.shape[0] for pool in self.recurrent.values())
+
+    @property
+    def page_nbytes(self) -> int:
+        """Bytes of one page over all caches."""
+        return sum(pool.nbytes // self.pages for cache in self.caches.values() for pool in cache_pools(cache))
+
+    def page_users(self, page: int) -> int:
+        """How many streams and kept states share a page."""
+        return self._page_users[page]
+
+    def take_pages(self, count: int) -> list[int]:
+        """Free pages for a kept state that comes from elsewhere; raises StateFullError when there are fewer."""
+        if count > len(self._free_pages):
+            raise StateFullError(f"the key-value pages are full: {count} needed, {len(self._free_pages)} free")
+        return [self._take_page() for _ in range(count)]
+
+    def share_pages(self, pages: Sequence[int]) -> None:
+        """Hold pages that others hold as well."""
+        self._share(pages)
+
+    def release_pages(self, pages: Sequence[int]) -> None:
+        """Give up a share of each page."""
+        self._release(pages)
 
     def open(self) -> Stream:
         """A stream at row 0; raises StateFullError when every slot is taken."""
@@ -243,7 +271,7 @@ class StatePool:
         self._release([source])
         return page
 
-    def _share(self, pages: tuple[int, ...]) -> None:
+    def _share(self, pages: Sequence[int]) -> None:
         for page in pages:
             self._page_users[page] += 1
 
