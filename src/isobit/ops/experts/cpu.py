@@ -26,23 +26,21 @@ ROW_BLOCKS = 32  # blocks of 128 output sums a thread holds, one row's worth
 
 @dataclass(frozen=True)
 class ExpertsHandle:
-    """The experts of one layer, ready to compute. `record` is for the kernels; `layers` keeps its weights alive."""
+    """The experts of one layer, ready to compute. `record` is for the kernels; `layers` keeps its weights alive.
+
+    pair_floats: floats held between the phases for one row of one expert. row_work: multiply-adds of the same.
+    most_blocks: blocks of 128 inputs in any layer. most_columns: outputs of any layer, in whole blocks.
+    """
 
     routed: int
     hidden: int
     nbytes: int
     record: np.ndarray
     layers: tuple[LinearHandle, ...]
-
-    @property
-    def pair_floats(self) -> int:
-        """Floats between the phases for one row of one expert."""
-        return int(self.record[product.HIDDEN_STRIDE] + self.record[product.READY_BLOCKS] * BLOCK)
-
-    @property
-    def row_work(self) -> int:
-        """Multiply-adds for one row of one expert."""
-        return sum(layer.in_features * layer.out_features for layer in self.layers[:3])
+    pair_floats: int
+    row_work: int
+    most_blocks: int
+    most_columns: int
 
 
 def prepare_experts(
@@ -64,14 +62,25 @@ def prepare_experts(
     _check_size(shared_expert_gate, hidden, 1)
     layers = tuple(prepare_linear(weights) for triple in triples for weights in triple)
     layers = (*layers, prepare_linear(shared_expert_gate))
+    hidden_stride = _whole_blocks(max(layer.out_features for layer in layers[0::3]))
+    ready_blocks = max(-(-layer.stored_inputs // BLOCK) for layer in layers[2::3])
+    most_columns = max(_whole_blocks(layer.stored_outputs) for layer in layers)
     record = np.zeros(product.RECORD_HEADER + FIELDS * len(layers), np.int64)
     record[product.ROUTED], record[product.SHARD_EXPERTS] = len(gate), -(-len(gate) // product.EXPERT_SHARDS)
-    record[product.HIDDEN_STRIDE] = _whole_blocks(max(layer.out_features for layer in layers[0::3]))
-    record[product.READY_BLOCKS] = max(-(-layer.stored_inputs // BLOCK) for layer in layers[2::3])
-    record[product.MOST_COLUMNS] = max(_whole_blocks(layer.stored_outputs) for layer in layers)
-    record[product.SWISH] = place_of(product.swish)
+    record[product.HIDDEN_STRIDE], record[product.READY_BLOCKS] = hidden_stride, ready_blocks
+    record[product.MOST_COLUMNS], record[product.SWISH] = most_columns, place_of(product.swish)
     record[product.RECORD_HEADER :] = np.concatenate([layer.record for layer in layers])
-    return ExpertsHandle(len(gate), hidden, sum(layer.nbytes for layer in layers), record, layers)
+    return ExpertsHandle(
+        routed=len(gate),
+        hidden=hidden,
+        nbytes=sum(layer.nbytes for layer in layers),
+        record=record,
+        layers=layers,
+        pair_floats=hidden_stride + ready_blocks * BLOCK,
+        row_work=sum(layer.in_features * layer.out_features for layer in layers[:3]),
+        most_blocks=max(-(-layer.stored_inputs // BLOCK) for layer in layers),
+        most_columns=most_columns,
+    )
 
 
 def experts(
@@ -87,6 +96,9 @@ def experts(
         raise ValueError(f"experts: x has {width} columns, expected {handle.hidden}")
     y = buffers.empty((rows, width))
     most_rows = _most_rows(handle, ids.shape[1])
+    if 0 < rows <= most_rows:
+        _experts(x, ids, weights, handle, how, y)
+        return y
     for first in range(0, rows, most_rows):
         part = slice(first, min(first + most_rows, rows))
         _experts(x[part], ids[part], weights[part], handle, how, y[part])
@@ -99,19 +111,15 @@ def _experts(
     rows, chosen = ids.shape
     pairs = rows * (chosen + 1)
     parts = threads() if pairs * handle.row_work >= SMALL_WORK else 1
-    plan = grouping.empty_plan(rows, chosen, handle.routed)
     pass_rows = min(rows, MOST_PASS_ROWS)
-    column_blocks = max(1, ROW_BLOCKS // rows)
-    inputs, outputs = -(-handle.hidden // BLOCK), -(-handle.hidden // BLOCK)
-    column_blocks = min(column_blocks, outputs)
-    sums = max(int(handle.record[product.MOST_COLUMNS]), pass_rows * BLOCK)
-    kernel_floats = 2 * BLOCK + PANELS_FLOATS + 3 * sums
-    most_inputs = max(inputs, int(handle.record[product.READY_BLOCKS]))
+    column_blocks = min(max(1, ROW_BLOCKS // rows), -(-handle.hidden // BLOCK))
+    kernel_floats = 2 * BLOCK + PANELS_FLOATS + 3 * max(handle.most_columns, pass_rows * BLOCK)
+    part_floats = kernel_floats + pass_rows * handle.most_blocks * BLOCK + 4 * column_blocks * rows * BLOCK
+    shared_floats = pairs * handle.pair_floats + _whole_blocks(rows)
+    plan = grouping.empty_plan(rows, chosen, handle.routed)
     plan[grouping.HOW], plan[grouping.PASS_ROWS], plan[grouping.COLUMN_BLOCKS] = how, pass_rows, column_blocks
-    plan[grouping.SHARED_FLOATS] = pairs * handle.pair_floats + _whole_blocks(rows)
-    plan[grouping.PART_FLOATS] = kernel_floats + pass_rows * most_inputs * BLOCK + 4 * column_blocks * rows * BLOCK
+    plan[grouping.SHARED_FLOATS], plan[grouping.PART_FLOATS] = shared_floats, part_floats
     grouping.fill_plan(ids, weights, handle.routed, plan)
-    part_floats, shared_floats = int(plan[grouping.PART_FLOATS]), int(plan[grouping.SHARED_FLOATS])
     run_parts(_PHASES, x, y, handle.record, plan, part_floats, parts, shared_floats)
 
 

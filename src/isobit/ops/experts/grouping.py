@@ -27,11 +27,11 @@ HEADER = 11
 def empty_plan(rows: int, chosen: int, routed: int) -> np.ndarray:
     """A plan with room for the pairs of `rows` rows, its lists laid out but not filled in."""
     pairs, most_active = rows * (chosen + 1), min(routed, rows * chosen) + 1
-    plan = np.zeros(HEADER + 2 * most_active + 1 + 2 * pairs, np.int64)
-    plan[PAIRS], plan[EXPERTS_AT] = pairs, HEADER
-    plan[STARTS_AT] = HEADER + most_active
-    plan[ROWS_AT] = plan[STARTS_AT] + most_active + 1
-    plan[WEIGHTS_AT] = plan[ROWS_AT] + pairs
+    starts = HEADER + most_active
+    of_rows = starts + most_active + 1
+    plan = np.empty(of_rows + 2 * pairs, np.int64)
+    plan[PAIRS], plan[EXPERTS_AT], plan[STARTS_AT] = pairs, HEADER, starts
+    plan[ROWS_AT], plan[WEIGHTS_AT] = of_rows, of_rows + pairs
     return plan
 
 
