@@ -60,19 +60,19 @@ def _print(report: "Report") -> None:
     from isobit.contract.gates import GATES
 
     console = Console(highlight=False)
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
     table.add_column("op", no_wrap=True)
     table.add_column("implementation", no_wrap=True)
     for gate in GATES:
         table.add_column(gate, no_wrap=True)
     table.add_column("controls", justify="right", no_wrap=True)
-    table.add_column("cases", justify="right", no_wrap=True)
     for op in report.ops:
         for number, implementation in enumerate(op.implementations):
             gates = (_verdict(op.verdict(implementation, gate), number == 0) for gate in GATES)
-            ends = (op.name, _controls(op), str(len(op.cases))) if number == 0 else ("", "", "")
-            table.add_row(ends[0], implementation, *gates, *ends[1:])
+            name, controls = (op.name, _controls(op)) if number == 0 else ("", "")
+            table.add_row(name, implementation, *gates, controls)
     console.print(table)
+    console.print()
     _print_limits(console, report)
     for problem in report.problems():
         console.print(f"[red]failed[/red]: {_escaped(problem)}", soft_wrap=True)
@@ -89,7 +89,7 @@ def _verdict(check: "Check | None", is_oracle: bool) -> str:
 
 def _controls(op: "OpReport") -> str:
     red = sum(control.red for control in op.controls)
-    return f"{red} red" if red == len(op.controls) else f"[red]{red} of {len(op.controls)} red[/red]"
+    return f"{red} red" if red == len(op.controls) else f"[red]{red}/{len(op.controls)} red[/red]"
 
 
 def _print_limits(console: "Console", report: "Report") -> None:
@@ -109,13 +109,14 @@ def _escaped(text: str) -> str:
 
 
 def _conclusion(report: "Report") -> str:
+    cases = sum(len(op.cases) for op in report.ops)
     gates = sum(len(op.checks) for op in report.ops)
     controls = sum(len(op.controls) for op in report.ops)
     failed = len(report.problems())
     verdict = "The contract holds" if report.passed else f"The contract is broken in {failed} places"
     return (
-        f"{verdict}: {len(report.ops)} ops, {gates} gates, {controls} controls, {report.seconds:.0f} s "
-        f"on the {report.device}."
+        f"{verdict}: {len(report.ops)} ops, {cases} cases, {gates} gates, {controls} controls; "
+        f"{report.seconds:.0f} s on the {report.device}."
     )
 
 

@@ -69,6 +69,14 @@ def rows_of_kinds(
     return rows
 
 
+def streams_of_kinds(
+    rng: np.random.Generator, lengths: Sequence[int], *shape: int, largest: float = 1e15
+) -> list[np.ndarray]:
+    """`rows_of_kinds` for each stream, shuffled; a stream of two rows is all NaN: a stranger that must not leak."""
+    streams = [rows_of_kinds(rng, rows, *shape, largest=largest)[rng.permutation(rows)] for rows in lengths]
+    return [np.full_like(rows, np.nan) if len(rows) == 2 else rows for rows in streams]
+
+
 def stream_lengths(number: int, full: bool) -> tuple[int, ...]:
     """Rows of each stream in an op's case `number`: case 1 has one stream that is longer than any batch checked."""
     return (1027 if full else 130, 3) if number == 1 else (1, 2, 5, 13)
@@ -95,5 +103,6 @@ def batch_of_plan(plan: Sequence[Span], streams: int) -> Batch:
 
 
 def pool_of_streams(states: Sequence[np.ndarray]) -> np.ndarray:
-    """The pool for `batch_of_plan`: each stream's state in its slot, and slot 0 a stranger's, all ones."""
-    return in_place(np.stack([np.ones_like(states[0]), *reversed(states)]))
+    """The pool for `batch_of_plan`: each stream's state in its slot, and slot 0 a stranger's: NaN, or 1 in integers."""
+    stranger = np.full_like(states[0], np.nan if states[0].dtype.kind == "f" else 1)
+    return in_place(np.stack([stranger, *reversed(states)]))

@@ -15,6 +15,7 @@ from isobit.ops.cases import (
     rows_of_plan,
     stream_lengths,
     stream_of_row,
+    streams_of_kinds,
 )
 from isobit.ops.contract import Case, Outputs, Span, register
 from isobit.ops.convolution import convolve
@@ -36,7 +37,7 @@ class CausalConv:
         for number, (channels, taps, dilation) in enumerate(shapes):
             streams = stream_lengths(number, full)
             inputs = {
-                "x": [rows_of_kinds(rng, rows, channels) for rows in streams],
+                "x": streams_of_kinds(rng, streams, channels),
                 "before": [rows_of_kinds(rng, dilation * (taps - 1), channels) for _ in streams],
                 "weight": rng.standard_normal((channels, taps)).astype(np.float32),
                 "dilation": dilation,
@@ -89,9 +90,9 @@ class DeltaRule:
             channels = 2 * key_heads * key_dim + value_heads * value_dim
             largest, streams = (3.0, 1e15)[number % 2], stream_lengths(number, full)
             inputs = {
-                "qkv": [rows_of_kinds(rng, rows, channels, largest=largest) for rows in streams],
-                "a": [rows_of_kinds(rng, rows, value_heads, largest=30) for rows in streams],
-                "b": [rows_of_kinds(rng, rows, value_heads, largest=30) for rows in streams],
+                "qkv": streams_of_kinds(rng, streams, channels, largest=largest),
+                "a": streams_of_kinds(rng, streams, value_heads, largest=30),
+                "b": streams_of_kinds(rng, streams, value_heads, largest=30),
                 "state": rng.standard_normal((len(streams), value_heads, key_dim, value_dim)).astype(np.float32),
                 "a_log": rng.uniform(-4, 2, value_heads).astype(np.float32),
                 "dt_bias": rng.standard_normal(value_heads).astype(np.float32),

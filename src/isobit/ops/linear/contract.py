@@ -9,6 +9,7 @@ from isobit.checkpoint.weights import CODEBOOKS, WIDTHS, Exl3Linear, Linear, Pla
 from isobit.ops.cases import given, stream_of_row
 from isobit.ops.contract import Case, Outputs, Span, register
 from isobit.ops.linear import reference
+from isobit.ops.linear.blocks import GROUP_ROWS
 from isobit.ops.linear.cpu import BY_ROW_COUNT, IN_PANELS, ROW_BY_ROW, linear, prepare_linear
 
 HOW = {"row by row": ROW_BY_ROW, "in panels": IN_PANELS, "by row count": BY_ROW_COUNT}
@@ -20,6 +21,7 @@ class LinearOp:
 
     name = "linear"
     implementations: tuple[str, ...] = tuple(HOW)
+    row_edges = (GROUP_ROWS, 2 * GROUP_ROWS)
 
     def cases(self, rng: np.random.Generator, full: bool) -> Iterator[Case]:
         formats = all_formats() if full else FEW_FORMATS

@@ -13,10 +13,10 @@ from isobit.ops.cases import (
     given,
     in_place,
     pool_of_streams,
-    rows_of_kinds,
     rows_of_plan,
     stream_lengths,
     stream_of_row,
+    streams_of_kinds,
 )
 from isobit.ops.contract import Case, Outputs, Span, register
 from isobit.ops.ngram_embedding import reference
@@ -155,9 +155,9 @@ class PleInject:
         for number, (streams, hidden, taps, dilation) in enumerate(shapes):
             lengths, wide = stream_lengths(number, full), streams * hidden
             inputs = {
-                "streams": [rows_of_kinds(rng, rows, streams, hidden) for rows in lengths],
-                "key": [rows_of_kinds(rng, rows, wide)[rng.permutation(rows)] for rows in lengths],
-                "value": [rows_of_kinds(rng, rows, hidden, largest=1e6)[rng.permutation(rows)] for rows in lengths],
+                "streams": streams_of_kinds(rng, lengths, streams, hidden),
+                "key": streams_of_kinds(rng, lengths, wide),
+                "value": streams_of_kinds(rng, lengths, hidden, largest=1e6),
                 "before": [rng.standard_normal((dilation * (taps - 1), wide)).astype(np.float32) for _ in lengths],
                 "conv_weight": rng.standard_normal((wide, taps)).astype(np.float32),
                 "dilation": dilation,
