@@ -422,14 +422,13 @@ def read_row(
     q, gate = np.split(q_gate.reshape(shape.heads, 2 * shape.head_dim), 2, axis=-1)
     queries = rotated(case, q.reshape(1, -1), case.inputs["norms"][0], np.array([position]))[0]
     weights, out = reference.attend(queries, keys, values)
-    group = shape.heads // shape.kv_heads
-    keys, values, key_errors = (np.repeat(x, group, axis=1) for x in (keys, values, key_errors))
-    score_errors = np.einsum("hd,nhd->hn", np.abs(queries), key_errors)
-    score_errors += product_roundings(shape.head_dim) * lengths(queries)[:, None] * lengths(keys).T
+    score_errors = reference.by_key_head(np.abs(queries), key_errors.transpose(1, 2, 0))
+    roundings = product_roundings(shape.head_dim) * lengths(queries)[:, None]
+    score_errors += reference.by_key_head(roundings, lengths(keys).T[:, None])
     below_max = np.log(weights.max(axis=1, keepdims=True) / np.maximum(weights, 1e-300))
     relative = score_errors / np.sqrt(shape.head_dim) + (below_max + 300 + 4 * len(keys) / 256) * UNIT
     relative = np.expm1(np.minimum(1.1 * relative, 500))
-    error = np.einsum("hn,nhd->hd", weights * relative, np.abs(values))
+    error = reference.by_key_head(weights * relative, np.abs(values).transpose(1, 0, 2))
     error += np.abs(out) * np.sum(weights * relative, axis=1, keepdims=True)
     opened = reference.sigmoid(gate)
     limit = error * opened + np.abs(out * opened) * 8 * UNIT + SMALLEST * len(keys) * (1 + np.abs(values).max())

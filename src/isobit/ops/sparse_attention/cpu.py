@@ -165,7 +165,7 @@ def attention_read(q_gate, selection: Selection, handle: Attention, cache: Atten
     for first, last in _chunks(rows, row_floats):
         records = np.empty((last - first) * row_floats, np.float32)
         _run_parts(
-            read_parts, (last - first) * most_keys * sizes.heads * sizes.head_dim // 2, sizes, handle.eps, q_gate,
+            read_parts, (last - first) * most_keys * sizes.heads * sizes.head_dim // 4, sizes, handle.eps, q_gate,
             handle.q_weight, handle.cosines, handle.sines, batch.segment_of_row, batch.positions, batch.pages,
             keys, values, selection.blocks, selection.counts, first, last, most_parts, records,
         )  # fmt: skip

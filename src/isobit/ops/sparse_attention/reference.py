@@ -48,12 +48,16 @@ def read_positions(position: int, blocks: np.ndarray, block: int) -> np.ndarray:
 
 def attend(queries: np.ndarray, keys: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """queries [heads, d], keys and values [n, kv_heads, d] -> weights [heads, n] and output [heads, d]."""
-    group = len(queries) // keys.shape[1]
-    keys, values = (np.repeat(x, group, axis=1) for x in (keys, values))
-    scores = np.einsum("hd,nhd->hn", queries, keys) / np.sqrt(queries.shape[1])
+    scores = by_key_head(queries, keys.transpose(1, 2, 0)) / np.sqrt(queries.shape[1])
     weights = np.exp(scores - scores.max(axis=1, keepdims=True))
     weights /= weights.sum(axis=1, keepdims=True)
-    return weights, np.einsum("hn,nhd->hd", weights, values)
+    return weights, by_key_head(weights, values.transpose(1, 0, 2))
+
+
+def by_key_head(heads: np.ndarray, matrices: np.ndarray) -> np.ndarray:
+    """heads [heads, a] times the matrix of each one's key-value head, [kv_heads, a, b] -> [heads, b]."""
+    groups = heads.reshape(len(matrices), -1, heads.shape[1])
+    return (groups @ matrices).reshape(len(heads), matrices.shape[2])
 
 
 def sigmoid(x: np.ndarray) -> np.ndarray:
