@@ -171,6 +171,9 @@ def test_chains_do_not_reassociate():
         (lambda w: {"in_features": 300}, "300"),
         (lambda w: {"out_features": 0}, "0"),
         (lambda w: {"bias": np.zeros(3, np.float16)}, "bias"),
+        (lambda w: {"suh": np.where(np.arange(128) == 5, np.float16(np.nan), w.suh)}, "suh holds NaN"),
+        (lambda w: {"svh": np.where(np.arange(128) == 5, np.float16(np.inf), w.svh)}, "svh holds NaN or inf"),
+        (lambda w: {"bias": np.full(128, np.nan, np.float16)}, "bias holds NaN"),
         (lambda w: {"trellis": w.trellis[:3], "suh": w.suh[:48], "in_features": 48}, "multiples of 128"),
     ],
 )
@@ -180,6 +183,12 @@ def test_tensors_that_do_not_fit_are_refused(change, message):
         prepare_linear(replace(weights, **change(weights)))
     assert weights.name in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_plain_weights_that_are_not_finite_are_refused():
+    weights = PlainLinear("mlp.gate", np.array([[1.0, np.nan]], np.float32))
+    with pytest.raises(CheckpointError, match="mlp.gate: weight holds NaN"):
+        prepare_linear(weights)
 
 
 def test_rows_of_another_width_are_refused():

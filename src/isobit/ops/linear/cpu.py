@@ -129,6 +129,8 @@ def _prepare_trellis(weights: Exl3Linear) -> LinearHandle:
         raise CheckpointError(
             f"{weights.name}: sizes {weights.in_features} x {weights.out_features} do not fit the stored {k} x {n}"
         )
+    _check_finite(weights, "suh", weights.suh)
+    _check_finite(weights, "svh", weights.svh)
     stored = tile_format(trellis_format(weights.codebook, weights.bits))
     arrays = [np.ascontiguousarray(array) for array in (weights.trellis, weights.suh, weights.svh)]
     return _handle(weights, stored, (k // TILE, n // TILE), arrays, BLOCK)
@@ -139,6 +141,8 @@ def _prepare_plain(weights: PlainLinear) -> LinearHandle:
         raise CheckpointError(
             f"{weights.name}: weight is {weights.weight.dtype} {weights.weight.shape}, expected float32 [N, K]"
         )
+    for first in range(0, len(weights.weight), PREPARED_ROWS):
+        _check_finite(weights, "weight", weights.weight[first : first + PREPARED_ROWS])
     number = _narrowest_format(weights.weight)
     tiles = _plain_tiles(weights.weight, number)
     return _handle(weights, tile_format(number), (tiles.shape[0], tiles.shape[1]), [tiles], product.PAIR_COLUMNS)
@@ -208,9 +212,17 @@ def _padded_bias(weights: Linear, columns: int) -> np.ndarray:
     bias: Any = weights.bias
     if bias.ndim != 1 or not weights.out_features <= bias.size <= columns:
         raise CheckpointError(f"{weights.name}: bias has shape {bias.shape}, expected [{weights.out_features}]")
+    _check_finite(weights, "bias", bias)
     padded = np.zeros(columns, np.float32)
     padded[: bias.size] = bias
     return padded
+
+
+def _check_finite(weights: Linear, what: str, array: np.ndarray) -> None:
+    if not np.isfinite(array).all():
+        raise CheckpointError(
+            f"{weights.name}: {what} holds NaN or infinite values, expected finite ones; download the checkpoint again"
+        )
 
 
 def _check(weights: Exl3Linear, what: str, array: np.ndarray, dtype: type, shape: tuple[int, ...]) -> None:

@@ -1,7 +1,7 @@
 """Rows times a stored weight matrix: the two ways a linear layer is computed, with equal bytes.
 
-*Row by row*: tiles are decoded in registers and go straight into one row's chains. *In panels*: a pair of tile columns
-is decoded to float32 for 128 inputs, then multiplied with all rows, a group of rows at a time.
+*Row by row*: tiles are decoded in registers and go straight into one row's chains. *In panels*: tile columns are
+decoded to float32 for 128 inputs, then multiplied with all rows in pairs of columns, a group of rows at a time.
 
 Kernels know a layer by the address of its record, int64 fields of which some are addresses in turn.
 """
@@ -56,12 +56,6 @@ def k_shards(layer):
 def input_blocks(layer):
     """How many blocks of 128 inputs the layer has, the last perhaps short."""
     return (field(layer, TILE_ROWS) + BLOCK_TILES - 1) // BLOCK_TILES
-
-
-@inlined
-def stored_columns(layer, column, last_column):
-    """How many outputs from `column` the tiles hold, up to `last_column`."""
-    return min(last_column, field(layer, TILE_COLUMNS) * TILE) - column
 
 
 @inlined
@@ -156,7 +150,7 @@ def chains_of_rows(layer, column, columns, rows, prepared, sums, totals, panels)
     """Chains of `columns` outputs (a multiple of 16, at most 128) from `column` for `rows` prepared rows.
 
     prepared: [blocks, rows, 128]. sums: float32 [rows, 128], the result. totals: float64 of that size, if there are
-    shards. panels: two float32 panels, finite on entry.
+    shards. panels: room for PANELS_FLOATS float32.
     """
     call(field(layer, CHAINS_OF_ROWS), (layer, column, columns, rows, prepared, sums, totals, panels))
 
