@@ -186,8 +186,8 @@ def test_tensors_that_do_not_fit_are_refused(change, message):
 
 
 def test_plain_weights_that_are_not_finite_are_refused():
-    weights = PlainLinear("mlp.gate", np.array([[1.0, np.nan]], np.float32))
-    with pytest.raises(CheckpointError, match="mlp.gate: weight holds NaN"):
+    weights = PlainLinear("mlp", np.array([[1.0, np.nan]], np.float32))
+    with pytest.raises(CheckpointError, match="mlp: weight holds NaN"):
         prepare_linear(weights)
 
 
