@@ -177,9 +177,10 @@ class _File:
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be opened ({error.strerror})") from None
         self.size = os.fstat(self._descriptor).st_size
+        self.metadata: Any = {}
 
     def tensors(self) -> list[TensorInfo]:
-        """The header's tensors in file order, all of them checked."""
+        """The header's tensors in file order, all of them checked; `metadata` is its metadata afterwards, unchecked."""
         if self.size < 8:
             raise self._bad(f"has {self.size} bytes, too few for a header")
         prefix = np.zeros(1, "<u8")
@@ -192,6 +193,7 @@ class _File:
         text = np.empty(length, np.uint8)
         self.read_into(8, _bytes_of(text))
         entries = self._parse(text.tobytes())
+        self.metadata = entries.get("__metadata__", {})
         infos = [self._tensor(name, entry, 8 + length) for name, entry in entries.items() if name != "__metadata__"]
         self._check_layout(infos, 8 + length)
         return infos
@@ -275,6 +277,30 @@ class _File:
             raise self._bad(f"is truncated: its tensors take {end} bytes, the file has {self.size}")
         if end < self.size:
             raise self._bad(f"has {self.size - end} bytes after its last tensor that nothing claims")
+
+
+def read_tensors(
+    path: str | os.PathLike[str], names: Sequence[str] | None = None
+) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+    """Owned copies of one file's tensors, of all or of those in `names`, and the file's metadata.
+
+    The whole header is checked, and that the file is complete. Raises CheckpointError for a malformed or truncated
+    file, for metadata that are not strings, and for a name that the file does not hold.
+    """
+    file = _File(Path(path))
+    try:
+        infos = {info.name: info for info in file.tensors()}
+        arrays = {}
+        for name in infos if names is None else names:
+            if name not in infos:
+                raise CheckpointError(f"{path}: no tensor {name}; expected it in this file")
+            arrays[name] = np.empty(infos[name].shape, NUMPY_TYPES[infos[name].dtype])
+            file.read_into(infos[name].offset, _bytes_of(arrays[name]))
+        if not isinstance(file.metadata, dict) or not all(isinstance(v, str) for v in file.metadata.values()):
+            raise CheckpointError(f"{path}: its metadata are no object of strings; expected a safetensors file")
+        return arrays, file.metadata
+    finally:
+        file.close()
 
 
 class TensorWriter:

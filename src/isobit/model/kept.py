@@ -5,14 +5,14 @@ rows [first, last) of a stream are, for the cache `mtp`, rows [first - 1, last -
 first `last` tokens alone.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from isobit.errors import IsobitError
 from isobit.model.state import KeptState, StatePool, pages_for
-from isobit.ops.batch import PAGE_ROWS, Array, AttentionCache
+from isobit.ops.batch import PAGE_ROWS, Array
 
 PARTS = ("keys", "values", "index_raw", "index_pooled")
 Arrays = dict[str, np.ndarray]

@@ -105,9 +105,9 @@ class StatePool:
         """Bytes of one page over all caches."""
         return sum(pool.nbytes // self.pages for cache in self.caches.values() for pool in cache_pools(cache))
 
-    def page_users(self, page: int) -> int:
-        """How many streams and kept states share a page."""
-        return self._page_users[page]
+    def page_users(self) -> np.ndarray:
+        """int64 [pages], how many streams and kept states share each page."""
+        return np.array(self._page_users, dtype=np.int64)
 
     def take_pages(self, count: int) -> list[int]:
         """Free pages for a kept state that comes from elsewhere; raises StateFullError when there are fewer."""

@@ -1,0 +1,64 @@
+"""What tells one checkpoint from another: for states on disk and receipts, without reading all of its data."""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from isobit.checkpoint.store import TensorStore
+from isobit.errors import CheckpointError
+
+WHOLE_BYTES = 64 << 20  # a file up to this size is hashed whole
+STRIDE_BYTES = 16 << 20  # a larger one at every multiple of this
+BLOCK_BYTES = 16 << 10
+
+
+def checkpoint_identity(store: TensorStore) -> str:
+    """SHA-256, hexadecimal, that stands for a checkpoint folder's contents; its and its files' names do not matter.
+
+    It covers: `config.json`, as JSON with sorted keys; each safetensors file's size; every tensor's name, dtype, shape
+    and offset in its file; and of each file's bytes: all of a file of up to 64 MiB, and of a larger one the 16 KiB from
+    every multiple of 16 MiB and the last 16 KiB. So checkpoints that differ in a whole layer differ here; a change that
+    is confined to bytes between those blocks of large files is not seen. Raises CheckpointError for a file that cannot
+    be read.
+    """
+    return hashlib.sha256("".join([_config_digest(store.folder), *sorted(_file_digests(store))]).encode()).hexdigest()
+
+
+def _config_digest(folder: Path) -> str:
+    path = folder / "config.json"
+    try:
+        text = json.dumps(json.loads(path.read_text(encoding="utf-8")), sort_keys=True)
+    except FileNotFoundError:
+        text = ""
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read as JSON ({error}); download or convert it again") from None
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _file_digests(store: TensorStore) -> Iterator[str]:
+    digests = {path: hashlib.sha256() for path in store.files}
+    for name in store.names:
+        info = store.info(name)
+        digests[info.file].update(json.dumps([name, info.dtype, info.shape, info.offset]).encode())
+    for path, digest in digests.items():
+        try:
+            with open(path, "rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                digest.update(str(size).encode())
+                for offset, count in _blocks(size):
+                    file.seek(offset)
+                    digest.update(file.read(count))
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
+        yield digest.hexdigest()
+
+
+def _blocks(size: int) -> Iterator[tuple[int, int]]:
+    """(offset, bytes) of the parts of a file that are hashed."""
+    if size <= WHOLE_BYTES:
+        yield from ((offset, STRIDE_BYTES) for offset in range(0, size, STRIDE_BYTES))
+    else:
+        yield from ((offset, BLOCK_BYTES) for offset in range(0, size, STRIDE_BYTES))
+        yield size - BLOCK_BYTES, BLOCK_BYTES

@@ -1,0 +1,376 @@
+"""The prompt cache: kept states at rows of earlier prompts and replies, found by the tokens that lead to them."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from isobit.engine.page_ledger import PageLedger
+from isobit.engine.radix import Node, RadixTree, Tokens, as_tokens
+from isobit.engine.spill import SpillDamagedError, SpilledState, SpillStore
+from isobit.model.kept import StateMismatchError, export_recurrent, export_rows, finished_pages, import_kept
+from isobit.model.state import KeptState, StatePool, Stream, pages_for
+from isobit.ops.batch import PAGE_ROWS
+
+Kind = Literal["message", "prompt", "reply", "segment", "spilled"]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Hit:
+    """Where a prompt can go on: `kept` holds its first `rows` tokens.
+
+    logits: float32 [vocabulary] of row `rows - 1`, read-only, when they were kept; always there when the hit is the
+    whole prompt.
+    """
+
+    rows: int
+    kept: KeptState
+    logits: np.ndarray | None
+
+
+@dataclass(frozen=True)
+class CacheMetrics:
+    """Counts since the start, `entries`, `nbytes` and `spill_*` excepted; rows_saved: those of all hits.
+
+    nbytes: memory of the entries, a page that several share counted once. spilled, restored: states written to and read
+    from disk. spill_entries, spill_nbytes: what lies there now.
+    """
+
+    entries: int
+    nbytes: int
+    limit_bytes: int
+    hits: int
+    misses: int
+    rows_saved: int
+    evictions: int
+    spilled: int
+    restored: int
+    spill_entries: int
+    spill_nbytes: int
+
+
+@dataclass(eq=False)
+class Entry:
+    """A kept state in the cache. pages: int64, those of `kept`; used: the number of the lookup that last wanted it."""
+
+    number: int
+    kept: KeptState
+    pages: np.ndarray
+    logits: np.ndarray | None
+    kind: Kind
+    used: int
+    hits: int = 0
+    node: Node["Entry"] | None = None
+
+    @property
+    def unused_segment(self) -> bool:
+        """Whether this is the end of a prompt's segment that no lookup has used."""
+        return self.kind == "segment" and not self.hits
+
+    @property
+    def copied_nbytes(self) -> int:
+        """Bytes beside the pages."""
+        return self.kept.nbytes + _nbytes(self.logits)
+
+    @property
+    def rows_saved(self) -> int:
+        """The rows that a prompt which goes on here would have to compute without this entry."""
+        above = self.node.above() if self.node is not None else None
+        return self.kept.rows - (0 if above is None else above.rows)
+
+
+class PromptCache:
+    """Kept states in memory up to `limit_bytes` (0: keeps nothing), and on disk where there is a spill store.
+
+    An entry's bytes are its copies of recurrent state, its logits, and its pages, of which a page that several entries
+    share counts once. When there is no room, entries are evicted to the spill store, least valuable first:
+
+    1. segment ends that no lookup has used; so those of a long prompt thin out evenly until some serve
+    2. all others
+
+    each by value = rows saved * (1 + hits) / ((1 + age) * bytes), the older entry first among equals. Rows saved: those
+    beyond the nearest kept row above. Age: the lookups since this entry's last use. Bytes: what its eviction frees. A
+    new state takes the place of any other, but a segment end only that of unused segment ends.
+
+    One thread uses a cache; `metrics` may be called from any.
+    """
+
+    def __init__(self, pool: StatePool, limit_bytes: int, spill: SpillStore | None = None):
+        self.pool = pool
+        self.limit_bytes = limit_bytes
+        self.spill = spill
+        self._page_nbytes, self._slot_nbytes = pool.page_nbytes, pool.slot_nbytes
+        self._tree: RadixTree[Entry] = RadixTree()
+        self._entries: dict[int, Entry] = {}
+        self._ledger = PageLedger(pool.pages)
+        self._copied_nbytes = 0
+        self._numbers = 0
+        self._lookups = 0
+        self._handed_out: Entry | None = None
+        self._in_use: Entry | None = None
+        self._hits = self._rows_saved = self._evictions = self._spilled = self._restored = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all entries."""
+        return self._copied_nbytes + self._ledger.held * self._page_nbytes
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def lookup(self, tokens: Tokens) -> Hit | None:
+        """The largest kept row within the prefix that a prompt shares with earlier ones, from disk if need be.
+
+        At least one row is left to compute, unless the last row's logits were kept too. The hit's entry is not evicted
+        until the next lookup, or until `restore` or `release` is called with it.
+        """
+        if not self.limit_bytes:
+            return None
+        self._lookups += 1
+        self._handed_out = None
+        tokens = as_tokens(tokens)
+        entry = self._find(tokens)
+        if entry is None:
+            return None
+        self._handed_out = entry
+        entry.used, entry.hits = self._lookups, entry.hits + 1
+        self._hits += 1
+        self._rows_saved += entry.kept.rows
+        return Hit(entry.kept.rows, entry.kept, entry.logits)
+
+    def kept_rows(self, tokens: Tokens) -> int:
+        """The rows that a lookup would find, on disk too; it counts as no use."""
+        tokens = as_tokens(tokens)
+        entry = self._deepest(tokens)
+        resident = 0 if entry is None else entry.kept.rows
+        return max([resident, *(state.rows for state in self._spilled_path(tokens, resident))])
+
+    def restore(self, hit: Hit) -> Stream:
+        """A new stream that goes on from a hit; raises StateFullError when every slot is taken."""
+        stream = self.pool.restore(hit.kept)
+        self.release(hit)
+        return stream
+
+    def release(self, hit: Hit) -> None:
+        """Let the hit's entry be evicted again; `hit` must not be used any more."""
+        if self._handed_out is not None and self._handed_out.kept is hit.kept:
+            self._handed_out = None
+
+    def keep(self, tokens: Tokens, stream: Stream, logits: np.ndarray | None = None, kind: Kind = "prompt") -> None:
+        """Keep the stream's state at its row, under the first `stream.rows` of `tokens`.
+
+        logits: float32 [vocabulary] of the stream's last row; they are copied. Does nothing when that row is kept
+        already, but for adding its logits, or when there is no room for it.
+        """
+        if not self.limit_bytes or not stream.rows:
+            return
+        tokens = as_tokens(tokens)[: stream.rows]
+        if len(tokens) < stream.rows:
+            raise ValueError(f"the stream is at row {stream.rows}, but only {len(tokens)} tokens are given")
+        if logits is not None:
+            logits = _read_only(np.array(logits))
+        node = self._tree.find(tokens)
+        if node is not None and node.value is not None:
+            self._keep_again(node.value, logits, kind)
+            return
+        pages = np.array(stream.pages[: pages_for(stream.rows)], dtype=np.int64)
+        copied = self._slot_nbytes + _nbytes(logits)
+        if copied + len(pages) * self._page_nbytes > self.limit_bytes:
+            return
+        if self._fit(lambda: copied + self._ledger.count_new(pages) * self._page_nbytes, kind == "segment"):
+            self._add(tokens, self.pool.save(stream), logits, kind)
+
+    def free_pages(self, count: int) -> bool:
+        """Evict until the pool has `count` free pages; False, with nothing evicted, when that cannot be reached."""
+        if self.pool.free_pages >= count:
+            return True
+        releasable = self._releasable_pages()
+        if self.pool.free_pages + np.count_nonzero(releasable) < count:
+            return False
+        holders = [entry for entry in self._entries.values() if self._may_go(entry) and releasable[entry.pages].any()]
+        while self.pool.free_pages < count:
+            entry = min(holders, key=self._rank)
+            holders.remove(entry)
+            self._evict(entry)
+        return True
+
+    def evict_all(self) -> None:
+        """Evict every entry that is not handed out, the most valuable last."""
+        for entry in sorted(filter(self._may_go, self._entries.values()), key=self._rank):
+            self._evict(entry)
+
+    def metrics(self) -> CacheMetrics:
+        """A snapshot; safe from any thread."""
+        return CacheMetrics(
+            entries=len(self._entries),
+            nbytes=self.nbytes,
+            limit_bytes=self.limit_bytes,
+            hits=self._hits,
+            misses=self._lookups - self._hits,
+            rows_saved=self._rows_saved,
+            evictions=self._evictions,
+            spilled=self._spilled,
+            restored=self._restored,
+            spill_entries=0 if self.spill is None else len(self.spill),
+            spill_nbytes=0 if self.spill is None else self.spill.nbytes,
+        )
+
+    def close(self) -> None:
+        """Evict all entries, so that the spill store has them after a restart, and close it."""
+        self._handed_out = None
+        self.evict_all()
+        if self.spill is not None:
+            self.spill.close()
+
+    def _find(self, tokens: np.ndarray) -> Entry | None:
+        """The entry of the most usable rows, read back from disk when those in memory have fewer."""
+        failed: set[SpilledState] = set()
+        while True:
+            resident = self._deepest(tokens)
+            spilled = self._spilled_path(tokens, 0 if resident is None else resident.kept.rows)
+            state = next((state for state in spilled if state not in failed), None)
+            if state is None:
+                return resident
+            entry = self._read_back(state, tokens[: state.rows])
+            if entry is not None:
+                return entry
+            failed.add(state)
+
+    def _deepest(self, tokens: np.ndarray) -> Entry | None:
+        entries = [node.value for node in self._tree.path(tokens) if node.value is not None]
+        usable = (e for e in reversed(entries) if _usable(e.kept.rows, e.logits is not None, tokens))
+        return next(usable, None)
+
+    def _spilled_path(self, tokens: np.ndarray, beyond: int) -> list[SpilledState]:
+        """The usable states on disk at more rows than `beyond`, most rows first."""
+        found = [] if self.spill is None or not self.limit_bytes else self.spill.path(tokens)
+        return [
+            state for state in reversed(found) if state.rows > beyond and _usable(state.rows, state.has_logits, tokens)
+        ]
+
+    def _read_back(self, state: SpilledState, tokens: np.ndarray) -> Entry | None:
+        """Make a state on disk an entry, which shares its pages with others where it can; None if that fails."""
+        assert self.spill is not None
+        node, common = self._tree.nearest(tokens)
+        donor = None if node is None else node.value
+        shared = () if donor is None else donor.kept.pages[: finished_pages(common)]
+        self._in_use = donor
+        try:
+            with self.spill.holding(state):
+                if not self._make_room_for(state, len(shared)):
+                    return None
+            loaded = self.spill.load(state, len(shared) * PAGE_ROWS)
+            kept = import_kept(self.pool, state.rows, loaded.recurrent, loaded.pieces, shared)
+        except SpillDamagedError:
+            return None
+        except StateMismatchError as error:
+            log.warning("a state from the spill folder is not used: %s", error)
+            self.spill.drop(state)
+            return None
+        finally:
+            self._in_use = None
+        self._restored += 1
+        logits = None if loaded.logits is None else _read_only(loaded.logits)
+        return self._add(tokens, kept, logits, "spilled")
+
+    def _make_room_for(self, state: SpilledState, shared_pages: int) -> bool:
+        pages = pages_for(state.rows)
+        copied = self._slot_nbytes + state.logits_nbytes
+        added = copied + (pages - shared_pages) * self._page_nbytes
+        if copied + pages * self._page_nbytes > self.limit_bytes:
+            return False
+        return self.free_pages(pages - shared_pages) and self._fit(lambda: added)
+
+    def _fit(self, added: Callable[[], int], in_place_of_unused_segments: bool = False) -> bool:
+        """Evict until `added()` more bytes are within the limit; False when they cannot be."""
+        if in_place_of_unused_segments:
+            freed = sum(entry.copied_nbytes for entry in self._entries.values() if entry.unused_segment)
+            if self.nbytes + added() - freed > self.limit_bytes:
+                return False
+        while self.nbytes + added() > self.limit_bytes:
+            entry = min(filter(self._may_go, self._entries.values()), key=self._rank, default=None)
+            if entry is None:
+                return False
+            self._evict(entry)
+        return True
+
+    def _rank(self, entry: Entry) -> tuple[bool, float, int]:
+        """What goes first, by the class's order."""
+        nbytes = entry.copied_nbytes + self._ledger.exclusive(entry.number) * self._page_nbytes
+        age = self._lookups - entry.used
+        value = entry.rows_saved * (1 + entry.hits) / ((1 + age) * nbytes)
+        return not entry.unused_segment, value, entry.number
+
+    def _may_go(self, entry: Entry) -> bool:
+        return entry is not self._handed_out and entry is not self._in_use
+
+    def _releasable_pages(self) -> np.ndarray:
+        """bool [pages], those that only entries hold which may go."""
+        held = self._ledger.users()
+        releasable = (held > 0) & (held == self.pool.page_users())
+        for entry in (self._handed_out, self._in_use):
+            if entry is not None:
+                releasable[entry.pages] = False
+        return releasable
+
+    def _add(self, tokens: np.ndarray, kept: KeptState, logits: np.ndarray | None, kind: Kind) -> Entry:
+        self._numbers += 1
+        pages = np.array(kept.pages, dtype=np.int64)
+        entry = Entry(self._numbers, kept, pages, logits, kind, self._lookups)
+        entry.node = self._tree.insert(tokens, entry)
+        self._entries[entry.number] = entry
+        self._ledger.add(entry.number, pages)
+        self._copied_nbytes += entry.copied_nbytes
+        return entry
+
+    def _keep_again(self, entry: Entry, logits: np.ndarray | None, kind: Kind) -> None:
+        entry.used = self._lookups
+        if kind != "segment":
+            entry.kind = kind
+        if entry.logits is not None or logits is None:
+            return
+        self._in_use = entry
+        if self._fit(lambda: logits.nbytes):
+            entry.logits = logits
+            self._copied_nbytes += logits.nbytes
+        self._in_use = None
+
+    def _evict(self, entry: Entry) -> None:
+        if self.spill is not None and not entry.unused_segment:
+            self._spilled += self._spill_entry(entry, self.spill)
+        assert entry.node is not None
+        self._tree.remove(entry.node)
+        del self._entries[entry.number]
+        self._ledger.drop(entry.number, entry.pages)
+        self._copied_nbytes -= entry.copied_nbytes
+        self.pool.drop(entry.kept)
+        self._evictions += 1
+
+    def _spill_entry(self, entry: Entry, spill: SpillStore) -> bool:
+        assert entry.node is not None
+        kept = entry.kept
+        return spill.put(
+            entry.node.tokens(),
+            export_recurrent(self.pool, kept),
+            lambda first, last: export_rows(self.pool, kept.pages, first, last),
+            entry.copied_nbytes + len(kept.pages) * self._page_nbytes,
+            entry.logits,
+        )
+
+
+def _usable(rows: int, has_logits: bool, tokens: np.ndarray) -> bool:
+    """Whether a prompt can go on from a kept row: a row is left to compute, or the last one's logits are there."""
+    return rows < len(tokens) or has_logits
+
+
+def _nbytes(array: np.ndarray | None) -> int:
+    return 0 if array is None else array.nbytes
+
+
+def _read_only(array: np.ndarray) -> np.ndarray:
+    array.flags.writeable = False
+    return array
