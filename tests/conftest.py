@@ -6,7 +6,10 @@ from typing import Any
 
 import pytest
 
+from isobit.checkpoint.reader import Checkpoint
 from isobit.checkpoint.synth import synthesize
+from isobit.model.load import load_model
+from isobit.ops import load_ops
 
 MakeCheckpoint = Callable[..., Path]
 
@@ -35,3 +38,9 @@ def test_checkpoint(make_checkpoint: MakeCheckpoint) -> Path:
 def demo_checkpoint(make_checkpoint: MakeCheckpoint) -> Path:
     """What `isobit demo` runs."""
     return make_checkpoint("demo")
+
+
+@pytest.fixture(scope="session")
+def model(test_checkpoint: Path):
+    """The tiny checkpoint's model, loaded."""
+    return load_model(Checkpoint(test_checkpoint), load_ops("cpu"), context=512)
