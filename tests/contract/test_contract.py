@@ -1,8 +1,10 @@
 """Every implementation of every op passes the gates, and every planted defect turns its gate red."""
 
 import ast
+import re
 import subprocess
 import sys
+import textwrap
 from collections import Counter
 from pathlib import Path
 
@@ -16,13 +18,14 @@ from isobit.contract.coverage import called_functions, op_functions
 from isobit.contract.gates import GATES
 from isobit.contract.report import spans
 from isobit.contract.run import QUICK, cases_of, run_control, run_op
-from isobit.ops import OP_FOLDERS, load_ops
+from isobit.ops import OP_FOLDERS, contract, load_ops
 from isobit.ops.contract import Control, registered
 from tests.contract.toy import Doubling
 
 OPS = registered()
 PACKAGE = Path(isobit.__file__).parent
-ARCHITECTURE = PACKAGE.parent.parent / "docs" / "architecture.md"
+DOCS = Path(__file__).parents[2] / "docs"
+ARCHITECTURE, CONTRACT_PAGE = DOCS / "architecture.md", DOCS / "contract.md"
 
 
 @pytest.mark.parametrize("name", OPS)
@@ -135,3 +138,17 @@ def test_cases_are_the_same_in_every_run():
 def test_spans():
     assert spans([1, 2, 3, 7, 9, 10]) == "1-3, 7, 9-10"
     assert spans(list(np.arange(4))) == "0-3"
+
+
+def test_the_worked_example_of_the_page_passes():
+    blocks = re.findall(r"^ +```python\n(.*?)^ +```", CONTRACT_PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    plantings, names = list(_plantings), {}
+    try:
+        for block in blocks:
+            exec(textwrap.dedent(block), names)
+        report = run_op(names["Bounded"](), QUICK)
+    finally:
+        _plantings[:] = plantings
+        contract._registry.pop("bounded", None)
+    assert report.problems() == []
+    assert "rows of a batch are bounded by the first row's largest value" in [c.defect for c in report.controls]

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from isobit.contract.controls.journal import plant_journal_defects
 from isobit.contract.controls.planted import Call, as_halves, evens_first, plant, run_and_lend, unwritten
 from isobit.ops.contract import Outputs
 
@@ -227,3 +228,7 @@ def gate_in_place(call: Call) -> Outputs:
     outputs, (_, z) = run_and_lend(call)
     z[...] = np.float32(0.5)
     return outputs
+
+
+plant_journal_defects("causal_conv_journal")
+plant_journal_defects("delta_rule_journal")

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from isobit.contract.controls.journal import plant_journal_defects
 from isobit.contract.controls.planted import Call, as_halves, plant, run_and_lend, unwritten
 from isobit.ops.contract import Outputs
 
@@ -188,3 +189,7 @@ def keys_in_place(call: Call) -> Outputs:
     outputs, (key, _) = run_and_lend(call)
     key[...] = 1
     return outputs
+
+
+plant_journal_defects("ngram_ids_journal")
+plant_journal_defects("ple_inject_journal")

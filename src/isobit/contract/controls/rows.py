@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from isobit.contract.controls.journal import plant_journal_defects
 from isobit.contract.controls.planted import Call, overrun, plant, rebuffered, run_and_lend, unwritten
 from isobit.ops.contract import Outputs
 
@@ -110,3 +111,6 @@ def view_written(call: Call) -> Outputs:
     outputs, (x,) = run_and_lend(call)
     x[call.streams[0]] = 0
     return outputs
+
+
+plant_journal_defects("shift_rows_journal")
