@@ -85,8 +85,8 @@ def test_keys_without_influence_are_accepted_and_strange_ones_are_listed():
 
 
 REFUSED = {
-    "hidden_act": ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
-    "output gate": ({"output_gate_type": "tanh"}, "output_gate_type is 'tanh'"),
+    "hidden_act": ({"hidden_act": "gelu"}, 'hidden_act is "gelu"'),
+    "output gate": ({"output_gate_type": "tanh"}, 'output_gate_type is "tanh"'),
     "rope type": ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}}, 'rope_parameters.rope_type is "yarn"'),
     "rope factor": ({"rope_parameters": {"rope_theta": 1.0, "factor": 4}}, "rope_parameters.factor is 4"),
     "rope scaling": ({"rope_scaling": {"type": "linear", "factor": 2}}, 'rope_scaling.rope_type is "linear"'),
@@ -95,10 +95,10 @@ REFUSED = {
     "theta": ({"rope_parameters": {"rope_theta": "x"}}, 'rope_theta is "x"'),
     "layer type": ({"layer_types": ["linear_attention", "mamba"]}, 'layer_types[1] is "mamba"'),
     "layer count": ({"num_hidden_layers": 3}, "layer_types names 2 layers, but num_hidden_layers is 3"),
-    "text": ({"hidden_size": "128"}, "hidden_size is '128'"),
+    "text": ({"hidden_size": "128"}, 'hidden_size is "128"'),
     "negative": ({"hidden_size": -1}, "hidden_size is -1"),
     "fraction": ({"hidden_size": 128.5}, "hidden_size is 128.5"),
-    "true": ({"num_experts": True}, "num_experts is True"),
+    "true": ({"num_experts": True}, "num_experts is true"),
     "missing": ({"hidden_size": None}, "hidden_size is missing"),
     "no layers": ({"num_hidden_layers": None, "layer_types": None}, "num_hidden_layers is missing"),
     "streams": ({"hc_count": 1}, "hc_count is 1"),
@@ -124,8 +124,25 @@ REFUSED = {
     "scaling": ({"routed_scaling_factor": 2.5}, "routed_scaling_factor is 2.5"),
     "dense layers": ({"mlp_only_layers": [0]}, "mlp_only_layers is [0]"),
     "quantization": ({"quantization_config": {"quant_method": "fp8"}}, 'quantization_config.quant_method is "fp8"'),
+    "endless layers": ({"num_hidden_layers": 10**9, "layer_types": None}, "num_hidden_layers is 1000000000"),
+    "endless experts": ({"num_experts": 10**9}, "num_experts is 1000000000"),
+    "interval": ({"layer_types": None, "full_attention_interval": 0}, "full_attention_interval is 0"),
+    "wide": ({"hidden_size": 2**31}, "hidden_size is 2147483648"),
+    "endless budget": ({"indexer_budget": 2**31}, "indexer_budget is 2147483648"),
+    "window": ({"max_position_embeddings": 1}, "max_position_embeddings is 1"),
+    "infinite eps": ({"rms_norm_eps": float("inf")}, "rms_norm_eps is Infinity"),
+    "no number": ({"rms_norm_eps": float("nan")}, "rms_norm_eps is NaN"),
+    "empty mtp": ({"mtp_num_hidden_layers": ""}, 'mtp_num_hidden_layers is ""'),
+    "empty tie": ({"tie_word_embeddings": []}, "tie_word_embeddings is []"),
+    "empty gate": ({"output_gate_type": ""}, 'output_gate_type is ""'),
     "text model": ({"model_type": "llama"}, 'text_config.model_type is "llama"'),
 }
+
+
+def test_a_long_wrong_value_is_cut(tmp_path):
+    with pytest.raises(CheckpointError) as caught:
+        load_config(save(tmp_path, config_json(hidden_size=[1] * 10_000)))
+    assert len(str(caught.value)) < 300 + len(str(tmp_path))
 
 
 @pytest.mark.parametrize("case", REFUSED)

@@ -6,13 +6,12 @@ Field names and defaults are those of transformers' `Qwen4ExpTextConfig`; what i
 import json
 import math
 from pathlib import Path
-from typing import Any, Literal, NoReturn, Self
+from typing import Annotated, Any, Literal, NoReturn, Self
 
 from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
-    NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     ValidationError,
@@ -23,7 +22,12 @@ from isobit.errors import CheckpointError
 
 MODEL_TYPES = ("qwen4_exp", "qwen4_exp_text", "qwen3_8_flash_next", "qwen3_8_flash_next_text")
 ATTENTION_NAMES = ("full_attention", "indexed_attention", "qwen_sparse_attention")
+SHOWN = 80  # characters of a wrong value that a message repeats
 INDEX_BLOCKS = (1, 2, 4, 8, 16, 32, 64)  # a page of the key-value pools holds whole blocks
+SIZE_LIMIT = 1 << 31  # sizes, counts and ids are 32-bit in the kernels
+# Each layer and expert is tensors of its own: a wrong count must be an error, not an endless search for them.
+MAX_LAYERS = 4096
+MAX_EXPERTS = 65_536
 
 # Keys that would change the arithmetic, with the only values under which isobit's arithmetic is the model's.
 NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
@@ -89,6 +93,9 @@ HARMLESS_KEYS = {
     "vision_start_token_id",
 }
 
+Size = Annotated[int, Field(gt=0, lt=SIZE_LIMIT)]
+SizeOrZero = Annotated[int, Field(ge=0, lt=SIZE_LIMIT)]
+
 
 class FlashNextConfig(BaseModel):
     """What a Flash Next model is made of. Sizes in elements, budgets and windows in tokens; layers count from 0.
@@ -101,50 +108,50 @@ class FlashNextConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
-    vocab_size: PositiveInt = Field(lt=1 << 31)
-    hidden_size: PositiveInt
-    num_hidden_layers: PositiveInt
+    vocab_size: Size
+    hidden_size: Size
+    num_hidden_layers: Size = Field(le=MAX_LAYERS)
     layer_types: tuple[Literal["linear_attention", "full_attention"], ...]
     hidden_act: Literal["silu"] = "silu"
-    rms_norm_eps: PositiveFloat = 1e-6
-    max_position_embeddings: PositiveInt = Field(default=32768, lt=1 << 31)
+    rms_norm_eps: float = Field(default=1e-6, gt=0, le=1)
+    max_position_embeddings: Size = Field(default=32768, ge=2)
     tie_word_embeddings: bool = False
     eos_token_ids: tuple[int, ...] = ()
 
-    num_attention_heads: PositiveInt = 16
-    num_key_value_heads: PositiveInt = 2
-    head_dim: PositiveInt = 256
+    num_attention_heads: Size = 16
+    num_key_value_heads: Size = 2
+    head_dim: Size = 256
     attention_bias: bool = False
     rope_theta: PositiveFloat
     partial_rotary_factor: float = Field(default=1.0, gt=0, le=1)
 
-    indexer_n_heads: NonNegativeInt = 0
-    indexer_kv_heads: NonNegativeInt = 0
-    indexer_head_dim: NonNegativeInt = 0
-    indexer_budget: NonNegativeInt = 0
-    indexer_compress_ratio: NonNegativeInt = 0
+    indexer_n_heads: SizeOrZero = 0
+    indexer_kv_heads: SizeOrZero = 0
+    indexer_head_dim: SizeOrZero = 0
+    indexer_budget: SizeOrZero = 0
+    indexer_compress_ratio: SizeOrZero = 0
 
-    linear_conv_kernel_dim: PositiveInt = Field(default=4, ge=2)
-    linear_key_head_dim: PositiveInt = 128
-    linear_value_head_dim: PositiveInt = 128
-    linear_num_key_heads: PositiveInt = 16
-    linear_num_value_heads: PositiveInt = 32
+    linear_conv_kernel_dim: Size = Field(default=4, ge=2)
+    linear_key_head_dim: Size = 128
+    linear_value_head_dim: Size = 128
+    linear_num_key_heads: Size = 16
+    linear_num_value_heads: Size = 32
     output_gate_type: Literal["sigmoid", "silu"] = "silu"
 
-    moe_intermediate_size: PositiveInt = 512
-    shared_expert_intermediate_size: PositiveInt = 512
-    num_experts: PositiveInt = 512
-    num_experts_per_tok: PositiveInt = 10
+    moe_intermediate_size: Size = 512
+    shared_expert_intermediate_size: Size = 512
+    num_experts: Size = Field(default=512, le=MAX_EXPERTS)
+    num_experts_per_tok: Size = 10
     norm_topk_prob: bool = True
 
-    hc_count: int = Field(default=4, gt=1)
-    hc_lowrank: PositiveInt = 320
+    hc_count: Size = Field(default=4, ge=2)
+    hc_lowrank: Size = 320
 
     ple_layer_ids: tuple[int, ...] = ()
-    ple_embed_dim: PositiveInt
-    ple_conv_kernel_size: PositiveInt = Field(default=4, ge=2)
-    ngram_size: int = Field(default=3, ge=2)
-    heads_per_ngram: PositiveInt = 8
+    ple_embed_dim: Size
+    ple_conv_kernel_size: Size = Field(default=4, ge=2)
+    ngram_size: Size = Field(default=3, ge=2)
+    heads_per_ngram: Size = 8
     ngram_vocab_size_base: PositiveInt = 20_000_000
     make_ngram_vocab_size_divisible_by: PositiveInt = 128
     split_ngram_parts: PositiveInt = 512
@@ -175,7 +182,7 @@ class FlashNextConfig(BaseModel):
             )
         if self.num_experts_per_tok > self.num_experts:
             yield f"num_experts_per_tok {self.num_experts_per_tok} is more than num_experts {self.num_experts}"
-        if any(not 0 <= token < 1 << 31 for token in self.eos_token_ids):
+        if any(not 0 <= token < SIZE_LIMIT for token in self.eos_token_ids):
             yield f"eos_token_id {list(self.eos_token_ids)} holds an id that is negative or too large"
         if self.has_attention:
             yield from self._indexer_problems()
@@ -312,9 +319,13 @@ def parse_config(outer: dict[str, Any], path: str | Path = "config.json") -> Fla
     _refuse_changed_arithmetic(text, path)
     own = FlashNextConfig.model_fields.keys() - {"eos_token_ids", "unknown_keys", "quantization", "rope_theta"}
     values = {name: text[name] for name in own if text.get(name) is not None}
-    values["mtp_num_hidden_layers"] = text.get("mtp_num_hidden_layers", outer.get("mtp_num_hidden_layers")) or 0
-    values["tie_word_embeddings"] = outer.get("tie_word_embeddings", text.get("tie_word_embeddings")) or False
-    values["output_gate_type"] = text.get("output_gate_type") or text.get("hidden_act") or "silu"
+    values["mtp_num_hidden_layers"] = _first_given(
+        0, text.get("mtp_num_hidden_layers"), outer.get("mtp_num_hidden_layers")
+    )
+    values["tie_word_embeddings"] = _first_given(
+        False, outer.get("tie_word_embeddings"), text.get("tie_word_embeddings")
+    )
+    values["output_gate_type"] = _first_given("silu", text.get("output_gate_type"), text.get("hidden_act"))
     values["layer_types"] = _layer_types(text, path)
     values["ple_layer_ids"] = tuple(sorted(set(_integers(text, "ple_layer_ids", path))))
     values["eos_token_ids"] = _integers(text, "eos_token_id", path)
@@ -357,10 +368,18 @@ def _read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+def _first_given(default: Any, *values: Any) -> Any:
+    """The first value that is not null."""
+    return next((value for value in values if value is not None), default)
+
+
 def _refuse(path: str | Path, field: str, value: Any, expected: str) -> NoReturn:
-    shown = json.dumps(value, default=str)
-    shown = shown if len(shown) <= 80 else shown[:77] + "..."
-    raise CheckpointError(f"{path}: {field} is {shown}, expected {expected}; isobit cannot run this model")
+    raise CheckpointError(f"{path}: {field} is {_shown(value)}, expected {expected}; isobit cannot run this model")
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value, default=str)
+    return text if len(text) <= SHOWN else text[: SHOWN - 3] + "..."
 
 
 def _refuse_changed_arithmetic(text: dict[str, Any], path: str | Path) -> None:
@@ -373,8 +392,12 @@ def _layer_types(text: dict[str, Any], path: str | Path) -> tuple[str, ...]:
     types = text.get("layer_types")
     if types is None:
         count, interval = text.get("num_hidden_layers"), text.get("full_attention_interval", 4)
-        if not isinstance(count, int) or not isinstance(interval, int) or interval < 1:
+        if type(interval) is not int or interval < 1:
+            _refuse(path, "full_attention_interval", interval, "a positive integer")
+        if count is None:
             return ()
+        if type(count) is not int or not 0 < count <= MAX_LAYERS:
+            _refuse(path, "num_hidden_layers", count, f"an integer from 1 to {MAX_LAYERS}")
         return tuple("linear_attention" if (i + 1) % interval else "full_attention" for i in range(count))
     if not isinstance(types, list):
         _refuse(path, "layer_types", types, "a list of names")
@@ -444,4 +467,4 @@ def _one_line(error: ValidationError, path: str | Path) -> str:
     if not field:
         return f"{path}: {message}"
     expected = message[0].lower() + message[1:]
-    return f"{path}: {field} is {first['input']!r}; {expected}; isobit cannot run this model"
+    return f"{path}: {field} is {_shown(first['input'])}; {expected}; isobit cannot run this model"
