@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from isobit.ops.batch import Batch
 from isobit.ops.cases import (
     SMALLEST,
     UNIT,
@@ -21,6 +22,7 @@ from isobit.ops.contract import Case, Outputs, Span, register
 from isobit.ops.convolution import convolve
 from isobit.ops.delta_rule import reference
 from isobit.ops.delta_rule.cpu import Delta, causal_conv, delta_rule, gated_norm, prepare_delta
+from isobit.ops.journaled import JournaledOp, last_rows
 from isobit.ops.work import forced_pieces
 
 PIECES = {"one_thread": 1, "three_threads": 3}
@@ -50,12 +52,17 @@ class CausalConv:
         return handle, pool_of_streams(case.inputs["before"])
 
     def call(self, implementation: str, case: Case, state: Any, plan: Sequence[Span]) -> Outputs:
+        return self.compute(implementation, case, state, plan, batch_of_plan(plan, len(case.rows)), None)
+
+    def compute(
+        self, implementation: str, case: Case, state: Any, plan: Sequence[Span], batch: Batch, journal: Any
+    ) -> Outputs:
         handle, pool = state
-        x, batch = given(rows_of_plan(plan, case.inputs["x"])), batch_of_plan(plan, len(case.rows))
+        x = given(rows_of_plan(plan, case.inputs["x"]))
         with forced_pieces(PIECES[implementation]):
             if case.inputs["dilation"] == 1:
-                return {"y": causal_conv(x, handle, pool, batch)}
-            return {"y": convolve(x, given(handle.conv_weight), case.inputs["dilation"], pool, batch)}
+                return {"y": causal_conv(x, handle, pool, batch, journal)}
+            return {"y": convolve(x, given(handle.conv_weight), case.inputs["dilation"], pool, batch, journal)}
 
     def final_state(self, case: Case, state: Any) -> Outputs:
         return {"rows": state[1]}
@@ -69,6 +76,13 @@ class CausalConv:
         total = self._convolved(case, x, before, np.abs(case.inputs["weight"]))
         taps = case.inputs["weight"].shape[1]
         return {"y": (1.1 * total + 1) * taps * UNIT + np.abs(reference["y"]) * 8 * UNIT}
+
+    def states(self, case: Case) -> np.ndarray:
+        pairs = zip(case.inputs["before"], case.inputs["x"], strict=True)
+        return np.concatenate([last_rows(before, x) for before, x in pairs]).astype(np.float64)
+
+    def states_limit(self, case: Case, states: np.ndarray) -> np.ndarray:
+        return np.zeros(())
 
     def limits(self) -> list[str]:
         return ["products above float32's range become infinite"]
@@ -120,10 +134,15 @@ class DeltaRule:
         return handle, pool_of_streams(list(case.inputs["state"]))
 
     def call(self, implementation: str, case: Case, state: Any, plan: Sequence[Span]) -> Outputs:
+        return self.compute(implementation, case, state, plan, batch_of_plan(plan, len(case.rows)), None)
+
+    def compute(
+        self, implementation: str, case: Case, state: Any, plan: Sequence[Span], batch: Batch, journal: Any
+    ) -> Outputs:
         handle, pool = state
         qkv, a, b = (given(rows_of_plan(plan, case.inputs[name])) for name in ("qkv", "a", "b"))
         with forced_pieces(PIECES[implementation]):
-            return {"o": delta_rule(qkv, a, b, handle, pool, batch_of_plan(plan, len(case.rows)))}
+            return {"o": delta_rule(qkv, a, b, handle, pool, batch, journal)}
 
     def final_state(self, case: Case, state: Any) -> Outputs:
         return {"recurrent": state[1]}
@@ -134,7 +153,19 @@ class DeltaRule:
 
     def error_limit(self, case: Case, reference: Outputs) -> Outputs:
         """A row's step never stretches a state column, so its errors decay with it and add up; |q| = 1/sqrt(dk)."""
-        return {"o": np.concatenate([self._limit_of_stream(case, stream) for stream in range(len(case.rows))])}
+        errors = [error for stream in range(len(case.rows)) for _, error in self._states_of_stream(case, stream)]
+        states, rounding = self.states(case), self._rounding(case)
+        key_dim = states.shape[2]
+        read = (np.array(errors) + np.linalg.norm(states, axis=2) * rounding) / np.sqrt(key_dim)
+        return {"o": read.reshape(len(errors), -1) + SMALLEST}
+
+    def states(self, case: Case) -> np.ndarray:
+        streams = range(len(case.rows))
+        return np.array([state for stream in streams for state, _ in self._states_of_stream(case, stream)])
+
+    def states_limit(self, case: Case, states: np.ndarray) -> np.ndarray:
+        errors = [error for stream in range(len(case.rows)) for _, error in self._states_of_stream(case, stream)]
+        return np.array(errors)[:, :, None, :] + SMALLEST
 
     def limits(self) -> list[str]:
         return ["key and value dims that are no multiple of 8; values above 1e15, whose squares overflow"]
@@ -144,19 +175,21 @@ class DeltaRule:
         a_log, dt_bias, key_heads = (case.inputs[name] for name in ("a_log", "dt_bias", "key_heads"))
         return reference.delta_rule(qkv, a, b, a_log, dt_bias, state, key_heads)
 
-    def _limit_of_stream(self, case: Case, stream: int) -> np.ndarray:
+    def _rounding(self, case: Case) -> float:
+        """The relative error of one row's step."""
+        return (case.inputs["state"].shape[2] / 4 + 16) * UNIT
+
+    def _states_of_stream(self, case: Case, stream: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """After each row the state [Hv, dk, dv] and a bound of the error of its columns' length [Hv, dv]."""
         state = case.inputs["state"][stream].astype(np.float64)
-        value_heads, key_dim, value_dim = state.shape
-        rounding = (key_dim / 4 + 16) * UNIT
-        error, limits = np.zeros((value_heads, value_dim)), []
+        value_heads, _, value_dim = state.shape
+        error = np.zeros((value_heads, value_dim))
         for row in range(case.rows[stream]):
             value = np.abs(case.inputs["qkv"][stream][row, -value_heads * value_dim :].astype(np.float64))
             size = np.linalg.norm(state, axis=1) + value.reshape(error.shape)
             _, state = self._run(case, stream, row, row + 1, state)
-            error = error * self._decay(case, stream, row)[:, None] + size * rounding
-            read_error = (error + np.linalg.norm(state, axis=1) * rounding) / np.sqrt(key_dim)
-            limits.append(read_error.ravel() + SMALLEST)
-        return np.array(limits)
+            error = error * self._decay(case, stream, row)[:, None] + size * self._rounding(case)
+            yield state, error
 
     def _decay(self, case: Case, stream: int, row: int) -> np.ndarray:
         a_log, dt_bias = (case.inputs[name].astype(np.float64) for name in ("a_log", "dt_bias"))
@@ -208,5 +241,7 @@ class GatedNorm:
 
 
 register(CausalConv())
+register(JournaledOp(CausalConv()))
 register(DeltaRule())
+register(JournaledOp(DeltaRule()))
 register(GatedNorm())

@@ -111,8 +111,8 @@ def delta_rule(
     out = empty((rows, heads * handle.value_dim))
     blocks = heads * -(-handle.value_dim // LANES)
     recurrence = q, k, qkv, decay, beta, states, batch.starts, batch.slots
-    arguments = *recurrence, *journal_arguments(batch, journal, states), out
-    run_split(delta_blocks, out.size * handle.key_dim // 8, blocks, *arguments)
+    journals = journal_arguments(batch, journal, states)
+    run_split(delta_blocks, out.size * handle.key_dim // 8, blocks, *recurrence, *journals, out)
     return out
 
 

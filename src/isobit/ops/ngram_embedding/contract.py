@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from isobit.checkpoint.weights import NgramTable
+from isobit.ops.batch import Batch
 from isobit.ops.cases import (
     SMALLEST,
     UNIT,
@@ -19,6 +20,7 @@ from isobit.ops.cases import (
     streams_of_kinds,
 )
 from isobit.ops.contract import Case, Outputs, Span, register
+from isobit.ops.journaled import JournaledOp, last_rows
 from isobit.ops.ngram_embedding import reference
 from isobit.ops.ngram_embedding.cpu import ngram_gather, ngram_ids, ple_inject, prepare_ple
 from isobit.ops.norm import reference as norm_reference
@@ -86,10 +88,15 @@ class NgramIds:
         return pool_of_streams(case.inputs["history"])
 
     def call(self, implementation: str, case: Case, state: Any, plan: Sequence[Span]) -> Outputs:
+        return self.compute(implementation, case, state, plan, batch_of_plan(plan, len(case.rows)), None)
+
+    def compute(
+        self, implementation: str, case: Case, state: Any, plan: Sequence[Span], batch: Batch, journal: Any
+    ) -> Outputs:
         if implementation != "cpu":
             raise KeyError(implementation)
-        tokens, batch = given(rows_of_plan(plan, case.inputs["tokens"])), batch_of_plan(plan, len(case.rows))
-        return {"ids": ngram_ids(tokens, state, case.inputs["table"], END_TOKEN, batch)}
+        tokens = given(rows_of_plan(plan, case.inputs["tokens"]))
+        return {"ids": ngram_ids(tokens, state, case.inputs["table"], END_TOKEN, batch, journal)}
 
     def final_state(self, case: Case, state: Any) -> Outputs:
         return {"history": state}
@@ -101,6 +108,13 @@ class NgramIds:
 
     def error_limit(self, case: Case, reference: Outputs) -> Outputs:
         return {"ids": np.zeros(())}
+
+    def states(self, case: Case) -> np.ndarray:
+        pairs = zip(case.inputs["history"], case.inputs["tokens"], strict=True)
+        return np.concatenate([last_rows(history[::-1], tokens)[:, ::-1] for history, tokens in pairs])
+
+    def states_limit(self, case: Case, states: np.ndarray) -> np.ndarray:
+        return np.zeros(())
 
     def limits(self) -> list[str]:
         return ["tables of 2^53 rows and more, whose ids the report's float64 comparison could not tell apart"]
@@ -182,25 +196,34 @@ class PleInject:
         return handle, pool_of_streams(inputs["before"])
 
     def call(self, implementation: str, case: Case, state: Any, plan: Sequence[Span]) -> Outputs:
+        return self.compute(implementation, case, state, plan, batch_of_plan(plan, len(case.rows)), None)
+
+    def compute(
+        self, implementation: str, case: Case, state: Any, plan: Sequence[Span], batch: Batch, journal: Any
+    ) -> Outputs:
         handle, pool = state
         streams = in_place(rows_of_plan(plan, case.inputs["streams"]))
         key, value = (given(rows_of_plan(plan, case.inputs[name])) for name in ("key", "value"))
         with forced_pieces(PIECES[implementation]):
-            ple_inject(streams, key, value, handle, pool, batch_of_plan(plan, len(case.rows)))
+            ple_inject(streams, key, value, handle, pool, batch, journal)
         return {"streams": streams}
 
     def final_state(self, case: Case, state: Any) -> Outputs:
         return {"rows": state[1]}
 
     def reference(self, case: Case) -> Outputs:
-        inputs = case.inputs
-        names = "norm_key", "norm_query", "norm_conv", "conv_weight", "dilation"
-        constants = {name: inputs[name] for name in names}
-        after = [
-            reference.ple_inject(streams, key, value, before=before, eps=1e-6, **constants)
-            for streams, key, value, before in self._streams(case)
-        ]
-        return {"streams": np.concatenate(after)}
+        return {"streams": np.concatenate([after for after, _ in self._injected(case)])}
+
+    def states(self, case: Case) -> np.ndarray:
+        pairs = zip(case.inputs["before"], self._injected(case), strict=True)
+        return np.concatenate([last_rows(before, normed) for before, (_, normed) in pairs])
+
+    def states_limit(self, case: Case, states: np.ndarray) -> np.ndarray:
+        limits = []
+        for streams, key, value, before in self._streams(case):
+            normed_error = self._errors(case, streams, key, value)[2]
+            limits.append(last_rows(np.zeros(before.shape), normed_error))
+        return np.concatenate(limits) + SMALLEST
 
     def error_limit(self, case: Case, reference: Outputs) -> Outputs:
         """Each step's error through the next step's slope; the gate's root has slope 500 and a jump of 0.002 at 0."""
@@ -213,7 +236,15 @@ class PleInject:
     def _streams(self, case: Case) -> Iterator[tuple]:
         return zip(*(case.inputs[name] for name in ("streams", "key", "value", "before")), strict=True)
 
-    def _limit_of_stream(self, case: Case, streams, key, value, before) -> np.ndarray:
+    def _injected(self, case: Case) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Of each stream the residual streams afterwards, and the rows that go into the pool."""
+        names = "norm_key", "norm_query", "norm_conv", "conv_weight", "dilation"
+        constants = {name: case.inputs[name] for name in names}
+        for streams, key, value, before in self._streams(case):
+            yield reference.ple_inject(streams, key, value, before=before, eps=1e-6, **constants)
+
+    def _errors(self, case: Case, streams, key, value) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Bounds of the gated values' error, of the normed values, and of the normed values' error."""
         inputs, (rows, count, hidden) = case.inputs, streams.shape
         shape = (count, hidden)
         norm_error = (hidden / 32 + 16) * UNIT
@@ -228,7 +259,11 @@ class PleInject:
         gain = np.abs(1 + inputs["norm_conv"].astype(np.float64)).reshape(shape)
         inverse = 1 / np.sqrt(np.mean(np.square(value / 4), axis=-1, keepdims=True) + 1e-6)
         largest = value * gain * inverse
-        normed_error = (2 * gated_error * inverse * gain + largest * norm_error).reshape(rows, -1)
+        return gated_error, largest, (2 * gated_error * inverse * gain + largest * norm_error).reshape(rows, -1)
+
+    def _limit_of_stream(self, case: Case, streams, key, value, before) -> np.ndarray:
+        inputs, rows = case.inputs, len(streams)
+        gated_error, largest, normed_error = self._errors(case, streams, key, value)
         weight, taps = np.abs(inputs["conv_weight"].astype(np.float64)), inputs["conv_weight"].shape[1]
         history = np.concatenate([np.zeros(before.shape), normed_error])
         magnitude = np.concatenate([np.abs(before.astype(np.float64)), largest.reshape(rows, -1)])
@@ -238,5 +273,7 @@ class PleInject:
 
 
 register(NgramIds())
+register(JournaledOp(NgramIds()))
 register(NgramGather())
 register(PleInject())
+register(JournaledOp(PleInject()))

@@ -67,8 +67,10 @@ def ple_inject(
     before: np.ndarray,
     dilation: int,
     eps: float,
-) -> np.ndarray:
-    """streams [n, S, H], key [n, S*H], value [n, H], before [dilation * (taps - 1), S*H] -> streams after, float64."""
+) -> tuple[np.ndarray, np.ndarray]:
+    """streams [n, S, H], key [n, S*H], value [n, H], before [dilation * (taps - 1), S*H] -> float64: the streams
+    afterwards, and what the convolution reads of each row, [n, S*H].
+    """
     rows, count, hidden = streams.shape
     keys = norm_reference.norm(key.reshape(rows, count, hidden), norm_key.reshape(count, hidden), eps)
     queries = norm_reference.norm(streams, norm_query.reshape(count, hidden), eps)
@@ -77,4 +79,4 @@ def ple_inject(
     gated = sigmoid(gate)[:, :, None] * value.astype(np.float64)[:, None, :]
     normed = norm_reference.norm(gated, norm_conv.reshape(count, hidden), eps).reshape(rows, -1)
     local = causal_conv(normed, conv_weight, before, dilation).reshape(streams.shape)
-    return streams.astype(np.float64) + gated + local
+    return streams.astype(np.float64) + gated + local, normed

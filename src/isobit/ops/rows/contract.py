@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from isobit.ops.batch import Batch
 from isobit.ops.cases import (
     ALL_KINDS,
     batch_of_plan,
@@ -17,6 +18,7 @@ from isobit.ops.cases import (
     stream_of_row,
 )
 from isobit.ops.contract import Case, Outputs, Span, register
+from isobit.ops.journaled import JournaledOp
 from isobit.ops.rows.cpu import fill_rows, put_rows, shift_rows, split_columns, take_rows, to_host, zeros
 from isobit.ops.rows.reference import previous_rows
 
@@ -43,10 +45,14 @@ class ShiftRows:
         return pool_of_streams(case.inputs["before"])
 
     def call(self, implementation: str, case: Case, state: Any, plan: Sequence[Span]) -> Outputs:
+        return self.compute(implementation, case, state, plan, batch_of_plan(plan, len(case.rows)), None)
+
+    def compute(
+        self, implementation: str, case: Case, state: Any, plan: Sequence[Span], batch: Batch, journal: Any
+    ) -> Outputs:
         if implementation != "cpu":
             raise KeyError(implementation)
-        x = given(rows_of_plan(plan, case.inputs["x"]))
-        return {"previous": shift_rows(x, state, batch_of_plan(plan, len(case.rows)))}
+        return {"previous": shift_rows(given(rows_of_plan(plan, case.inputs["x"])), state, batch, journal)}
 
     def final_state(self, case: Case, state: Any) -> Outputs:
         return {"last": state}
@@ -57,6 +63,12 @@ class ShiftRows:
 
     def error_limit(self, case: Case, reference: Outputs) -> Outputs:
         return {"previous": np.zeros(())}
+
+    def states(self, case: Case) -> np.ndarray:
+        return np.concatenate(case.inputs["x"]).astype(np.float64)
+
+    def states_limit(self, case: Case, states: np.ndarray) -> np.ndarray:
+        return np.zeros(())
 
     def limits(self) -> list[str]:
         return ["pools of float32 and int32 are the only ones the model shifts; others are not checked"]
@@ -104,4 +116,5 @@ class MoveRows:
 
 
 register(ShiftRows())
+register(JournaledOp(ShiftRows()))
 register(MoveRows())
