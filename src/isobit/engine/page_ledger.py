@@ -36,14 +36,16 @@ class PageLedger:
         self._exclusive[owner] = new
         self.held += new
 
-    def drop(self, owner: int, pages: np.ndarray) -> None:
-        """`owner` gives up the pages that it added."""
+    def drop(self, owner: int, pages: np.ndarray) -> list[int]:
+        """`owner` gives up the pages that it added; returns the owners that now hold some of them alone."""
         self.held -= self._exclusive.pop(owner)
         self._users[pages] -= 1
         self._id_sums[pages] -= owner
-        self._count_sole_owners(pages, 1)
+        return self._count_sole_owners(pages, 1)
 
-    def _count_sole_owners(self, pages: np.ndarray, change: int) -> None:
+    def _count_sole_owners(self, pages: np.ndarray, change: int) -> list[int]:
         sole = self._id_sums[pages][self._users[pages] == 1]
-        for owner, count in zip(*np.unique(sole, return_counts=True), strict=True):
-            self._exclusive[int(owner)] += change * int(count)
+        owners, counts = np.unique(sole, return_counts=True)
+        for owner, count in zip(owners.tolist(), counts.tolist(), strict=True):
+            self._exclusive[owner] += change * count
+        return owners.tolist()

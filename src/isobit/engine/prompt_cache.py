@@ -1,5 +1,6 @@
 """The prompt cache: kept states at rows of earlier prompts and replies, found by the tokens that lead to them."""
 
+import heapq
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from isobit.model.state import KeptState, StatePool, Stream, pages_for
 from isobit.ops.batch import PAGE_ROWS
 
 Kind = Literal["message", "prompt", "reply", "segment", "spilled"]
+NO_PAGES = np.empty(0, np.int64)
 
 log = logging.getLogger(__name__)
 
@@ -178,10 +180,8 @@ class PromptCache:
             self._keep_again(node.value, logits, kind)
             return
         pages = np.array(stream.pages[: pages_for(stream.rows)], dtype=np.int64)
-        copied = self._slot_nbytes + _nbytes(logits)
-        if copied + len(pages) * self._page_nbytes > self.limit_bytes:
-            return
-        if self._fit(lambda: copied + self._ledger.count_new(pages) * self._page_nbytes, kind == "segment"):
+        make_room = self._replace_segments if kind == "segment" else self._make_room
+        if make_room(self._slot_nbytes + _nbytes(logits), pages):
             self._add(tokens, self.pool.save(stream), logits, kind)
 
     def free_pages(self, count: int) -> bool:
@@ -191,17 +191,13 @@ class PromptCache:
         releasable = self._releasable_pages()
         if self.pool.free_pages + np.count_nonzero(releasable) < count:
             return False
-        holders = [entry for entry in self._entries.values() if self._may_go(entry) and releasable[entry.pages].any()]
-        while self.pool.free_pages < count:
-            entry = min(holders, key=self._rank)
-            holders.remove(entry)
-            self._evict(entry)
+        holders = [entry for entry in self._evictable() if releasable[entry.pages].any()]
+        self._evict_while(holders, lambda: self.pool.free_pages < count)
         return True
 
     def evict_all(self) -> None:
         """Evict every entry that is not handed out, the most valuable last."""
-        for entry in sorted(filter(self._may_go, self._entries.values()), key=self._rank):
-            self._evict(entry)
+        self._evict_while(self._evictable(), lambda: True)
 
     def metrics(self) -> CacheMetrics:
         """A snapshot; safe from any thread."""
@@ -253,16 +249,13 @@ class PromptCache:
         ]
 
     def _read_back(self, state: SpilledState, tokens: np.ndarray) -> Entry | None:
-        """Make a state on disk an entry, which shares its pages with others where it can; None if that fails."""
+        """Make a state on disk an entry; None if there is no room for it, or if it is damaged."""
         assert self.spill is not None
-        node, common = self._tree.nearest(tokens)
-        donor = None if node is None else node.value
-        shared = () if donor is None else donor.kept.pages[: finished_pages(common)]
-        self._in_use = donor
+        with self.spill.holding(state):
+            shared = self._room_for(state, tokens)
+        if shared is None:
+            return None
         try:
-            with self.spill.holding(state):
-                if not self._make_room_for(state, len(shared)):
-                    return None
             loaded = self.spill.load(state, len(shared) * PAGE_ROWS)
             kept = import_kept(self.pool, state.rows, loaded.recurrent, loaded.pieces, shared)
         except SpillDamagedError:
@@ -271,32 +264,72 @@ class PromptCache:
             log.warning("a state from the spill folder is not used: %s", error)
             self.spill.drop(state)
             return None
-        finally:
-            self._in_use = None
         self._restored += 1
         logits = None if loaded.logits is None else _read_only(loaded.logits)
         return self._add(tokens, kept, logits, "spilled")
 
-    def _make_room_for(self, state: SpilledState, shared_pages: int) -> bool:
-        pages = pages_for(state.rows)
-        copied = self._slot_nbytes + state.logits_nbytes
-        added = copied + (pages - shared_pages) * self._page_nbytes
-        if copied + pages * self._page_nbytes > self.limit_bytes:
-            return False
-        return self.free_pages(pages - shared_pages) and self._fit(lambda: added)
+    def _room_for(self, state: SpilledState, tokens: np.ndarray) -> tuple[int, ...] | None:
+        """Make room for a state on disk; the first pages that it shares with an entry, or None if there is no room.
 
-    def _fit(self, added: Callable[[], int], in_place_of_unused_segments: bool = False) -> bool:
-        """Evict until `added()` more bytes are within the limit; False when they cannot be."""
-        if in_place_of_unused_segments:
-            freed = sum(entry.copied_nbytes for entry in self._entries.values() if entry.unused_segment)
-            if self.nbytes + added() - freed > self.limit_bytes:
-                return False
-        while self.nbytes + added() > self.limit_bytes:
-            entry = min(filter(self._may_go, self._entries.values()), key=self._rank, default=None)
-            if entry is None:
-                return False
-            self._evict(entry)
+        Where there is no room beside that entry, it has to go too, and nothing is shared.
+        """
+        node, common = self._tree.nearest(tokens)
+        donor = None if node is None else node.value
+        pages = () if donor is None else donor.kept.pages[: finished_pages(common)]
+        copied = self._slot_nbytes + state.logits_nbytes
+        try:
+            for self._in_use, shared in ((donor, pages), (None, ())):
+                fresh = pages_for(state.rows) - len(shared)
+                if self.free_pages(fresh) and self._make_room(copied, np.array(shared, np.int64), fresh):
+                    return shared
+        finally:
+            self._in_use = None
+        return None
+
+    def _make_room(self, copied: int, pages: np.ndarray, fresh_pages: int = 0) -> bool:
+        """Evict until an entry of `copied` bytes, `pages` and others that are new fits; False if that cannot be."""
+        if copied + (len(pages) + fresh_pages) * self._page_nbytes > self.limit_bytes:
+            return False
+        self._evict_while(self._evictable(), lambda: self._excess(copied, pages, fresh_pages) > 0)
+        return self._excess(copied, pages, fresh_pages) <= 0
+
+    def _replace_segments(self, copied: int, pages: np.ndarray) -> bool:
+        """As `_make_room`, at the cost of unused segment ends alone; evicts none of them in vain."""
+        if self._excess(copied, pages) <= 0:
+            return True
+        segments = [entry for entry in self._evictable() if entry.unused_segment]
+        users = self._ledger.users()
+        for entry in segments:
+            users[entry.pages] -= 1
+        users[pages] += 1
+        left = self._copied_nbytes + copied - sum(entry.copied_nbytes for entry in segments)
+        if left + np.count_nonzero(users) * self._page_nbytes > self.limit_bytes:
+            return False
+        self._evict_while(segments, lambda: self._excess(copied, pages) > 0)
         return True
+
+    def _excess(self, copied: int, pages: np.ndarray, fresh_pages: int = 0) -> int:
+        """The bytes above the limit with an entry of `copied` bytes, `pages` and others that are new."""
+        added = copied + (self._ledger.count_new(pages) + fresh_pages) * self._page_nbytes
+        return self.nbytes + added - self.limit_bytes
+
+    def _evict_while(self, entries: list[Entry], wanted: Callable[[], bool]) -> None:
+        """Evict the least valuable of `entries`, one by one, while `wanted()` says so."""
+        if not wanted():
+            return
+        heap = [(self._rank(entry), entry) for entry in entries]
+        heapq.heapify(heap)
+        numbers = {entry.number for entry in entries}
+        while heap and wanted():
+            rank, entry = heapq.heappop(heap)
+            if entry.number not in self._entries:
+                continue
+            if rank != self._rank(entry):
+                heapq.heappush(heap, (self._rank(entry), entry))
+                continue
+            # Whose pages are no longer shared is worth less now; the others' ranks are corrected when they come up.
+            for number in numbers.intersection(self._evict(entry)):
+                heapq.heappush(heap, (self._rank(self._entries[number]), self._entries[number]))
 
     def _rank(self, entry: Entry) -> tuple[bool, float, int]:
         """What goes first, by the class's order."""
@@ -305,8 +338,9 @@ class PromptCache:
         value = entry.rows_saved * (1 + entry.hits) / ((1 + age) * nbytes)
         return not entry.unused_segment, value, entry.number
 
-    def _may_go(self, entry: Entry) -> bool:
-        return entry is not self._handed_out and entry is not self._in_use
+    def _evictable(self) -> list[Entry]:
+        fixed = (self._handed_out, self._in_use)
+        return [entry for entry in self._entries.values() if entry not in fixed]
 
     def _releasable_pages(self) -> np.ndarray:
         """bool [pages], those that only entries hold which may go."""
@@ -334,21 +368,22 @@ class PromptCache:
         if entry.logits is not None or logits is None:
             return
         self._in_use = entry
-        if self._fit(lambda: logits.nbytes):
+        if self._make_room(logits.nbytes, NO_PAGES):
             entry.logits = logits
             self._copied_nbytes += logits.nbytes
         self._in_use = None
 
-    def _evict(self, entry: Entry) -> None:
+    def _evict(self, entry: Entry) -> list[int]:
+        """Drop an entry, to disk if it is worth it; the numbers of the entries that hold pages alone since then."""
         if self.spill is not None and not entry.unused_segment:
             self._spilled += self._spill_entry(entry, self.spill)
         assert entry.node is not None
         self._tree.remove(entry.node)
         del self._entries[entry.number]
-        self._ledger.drop(entry.number, entry.pages)
         self._copied_nbytes -= entry.copied_nbytes
         self.pool.drop(entry.kept)
         self._evictions += 1
+        return self._ledger.drop(entry.number, entry.pages)
 
     def _spill_entry(self, entry: Entry, spill: SpillStore) -> bool:
         assert entry.node is not None
