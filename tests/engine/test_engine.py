@@ -1,8 +1,5 @@
 """The engine: one request at a time through the real model, whatever the prefill, the memory or the interruptions."""
 
-import queue
-import threading
-
 import numpy as np
 import pytest
 
@@ -10,24 +7,7 @@ from isobit.engine.engine import Engine, EngineSettings
 from isobit.engine.lane import logits_hash, token_hash
 from isobit.engine.request import Finished, PromptProgress, Request, Sampling, TokenEvent
 from isobit.errors import IsobitError, QueueFullError, RequestError
-
-
-class Listener:
-    """Collects a request's events; `result` waits for the end."""
-
-    def __init__(self):
-        self.events = []
-        self.started = threading.Event()
-        self._end = queue.Queue()
-
-    def __call__(self, event):
-        self.events.append(event)
-        self.started.set()
-        if isinstance(event, Finished):
-            self._end.put(event)
-
-    def result(self) -> Finished:
-        return self._end.get(timeout=120)
+from tests.engine.listening import Listener, prompt, reply, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -37,29 +17,13 @@ def engine(test_checkpoint):
     engine.close()
 
 
-def prompt(engine, length: int, seed: int = 5) -> tuple[int, ...]:
-    return tuple(np.random.default_rng(seed).integers(0, engine.config.vocab_size, length).tolist())
-
-
-def reply(engine, request: Request) -> tuple[Finished, list]:
-    listener = Listener()
-    engine.submit(request, listener)
-    return listener.result(), listener.events
-
-
-def wait_until(condition) -> bool:
-    for _ in range(600):
-        if condition():
-            return True
-        threading.Event().wait(0.05)
-    return False
-
-
 def test_every_prefill_gives_the_same_reply(engine):
     tokens = prompt(engine, 200)
     sampling = Sampling(temperature=1.0, seed=1 << 60)
     variants = [("serial", None), ("batched", None), ("deep", None), ("deep", 17), ("deep", 199), ("serial", 200)]
-    finished = [reply(engine, Request(tokens, 12, sampling, prefill=m, segment_rows=n))[0] for m, n in variants]
+    finished = [
+        reply(engine, Request(tokens, 12, sampling, prefill=m, segment_rows=n, reuse=False))[0] for m, n in variants
+    ]
     assert len({f.token_hash for f in finished}) == 1
     assert len({f.logits_hash for f in finished}) == 1
     assert [f.segment_rows for f in finished] == [1, 64, 200, 17, 199, 200]
@@ -120,8 +84,8 @@ def test_cancelling_ends_within_a_segment_and_leaves_others_alone(engine):
     assert after.result().tokens == reply(engine, Request(prompt(engine, 20), 3, Sampling(seed=4)))[0].tokens
     status = engine.status()
     assert (status.running, status.queued) == (0, 0)
-    assert engine.state.free_slots == 1
-    assert engine.state.free_pages == engine.state.pages
+    assert engine.rounds.state.free_slots == engine.budget.lanes
+    assert engine.rounds.cache.free_pages(engine.rounds.state.pages)
 
 
 def test_the_queue_is_bounded(engine):
@@ -175,10 +139,10 @@ def test_a_logit_that_is_not_finite_ends_the_request(engine, monkeypatch):
 
 
 def test_less_memory_means_smaller_segments_and_the_same_reply(engine, test_checkpoint, monkeypatch):
-    request = Request(prompt(engine, 300), 4, Sampling(seed=8))
+    request = Request(prompt(engine, 300), 4, Sampling(seed=8), reuse=False)
     expected, _ = reply(engine, request)
     available = engine.model.workspace_bytes(40)
-    monkeypatch.setattr("isobit.engine.engine.can_allocate", lambda count: count <= available)
+    monkeypatch.setattr("isobit.engine.rounds.can_allocate", lambda count: count <= available)
     finished, _ = reply(engine, request)
     assert (finished.token_hash, finished.logits_hash) == (expected.token_hash, expected.logits_hash)
     assert finished.segment_rows < 300

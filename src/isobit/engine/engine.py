@@ -4,51 +4,31 @@ import logging
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
-
+from isobit.checkpoint.identity import checkpoint_identity
 from isobit.checkpoint.reader import Checkpoint
 from isobit.checkpoint.tokenizer import Tokenizer
 from isobit.engine import memory
-from isobit.engine.lane import Lane, Ticket, logits_hash, token_hash
-from isobit.engine.prefill import DEEP_ROWS, segment_limit
-from isobit.engine.request import (
-    Event,
-    EventHandler,
-    Finished,
-    FinishReason,
-    PromptProgress,
-    Request,
-    Timings,
-    TokenEvent,
-)
+from isobit.engine.budget import allot
+from isobit.engine.drafts import CopyProposer, Drafter, MtpProposer, Proposer
+from isobit.engine.guard import DraftCounters
+from isobit.engine.lane import Ticket, emit, token_hash
+from isobit.engine.prompt_cache import CacheMetrics, PromptCache
+from isobit.engine.request import EventHandler, Finished, FinishReason, Request, Timings
+from isobit.engine.rounds import Rounds
+from isobit.engine.settings import EngineSettings
+from isobit.engine.spill import SpillStore
 from isobit.errors import IsobitError, QueueFullError, RequestError
+from isobit.model.flash_next import FlashNext
 from isobit.model.load import load_model
-from isobit.model.plan import Plan, Segment
-from isobit.model.state import pages_for
+from isobit.model.state import StatePool
 from isobit.ops import load_ops, set_threads
-from isobit.ops.sample import Draw, Samples
 
-PROGRESS_SECONDS = 0.05
+__all__ = ["Engine", "EngineSettings", "EngineStatus"]
+
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class EngineSettings:
-    """How an engine runs; nothing here changes a reply.
-
-    context: the most tokens of prompt and reply together; None = the checkpoint's window. memory_gib: the most
-    anonymous memory; None = what the machine has. segment_rows: rows of a deep segment. threads: None = all cores.
-    queue: how many requests may wait.
-    """
-
-    context: int | None = None
-    memory_gib: float | None = None
-    segment_rows: int = DEEP_ROWS
-    threads: int | None = None
-    queue: int = 64
 
 
 @dataclass(frozen=True)
@@ -57,33 +37,39 @@ class EngineStatus:
 
     running: int
     queued: int
+    lanes: int
     prompt_rows: int
     reply_tokens: int
+    drafts: dict[str, DraftCounters]
+    free_pages: int
     resident_bytes: int
     segment_rows: int
+    cache: CacheMetrics
 
 
 class Engine:
     """Serves one checkpoint. Raises IsobitError when the checkpoint cannot be served within the settings."""
 
     def __init__(self, folder: str | Path, settings: EngineSettings | None = None):
-        settings = settings or EngineSettings()
+        self.settings = settings = settings or EngineSettings()
         if settings.threads is not None:
             set_threads(settings.threads)
-        self.settings = settings
         checkpoint = Checkpoint(folder)
         self.name = Path(folder).resolve().name
         self.config = checkpoint.config
         self.tokenizer = Tokenizer(folder)
         self.context = self._context(settings.context)
         self.model = load_model(checkpoint, load_ops("cpu"), self.context)
-        self.state = self.model.new_state(slots=1, pages=pages_for(self.context))
-        self._buffer_bytes = self._buffer_budget()
-        self.segment_rows, _ = self._fit(settings.segment_rows)
-        self.prompt_rows = 0
-        self.reply_tokens = 0
+        loaded = memory.anonymous_resident()
+        limit = int(settings.memory_gib * memory.GIB) if settings.memory_gib else loaded + memory.available()
+        cache_bytes = int(settings.prompt_cache_gib * memory.GIB)
+        self.budget = allot(self.model, limit, loaded, settings.parallel, cache_bytes)
+        state = self.model.new_state(self.budget.lanes, self.budget.pages)
+        cache = PromptCache(state, cache_bytes, self._spill_store(checkpoint))
+        drafter = Drafter(proposers(self.model, state, settings.mtp_drafts))
+        self.rounds = Rounds(self.model, state, cache, drafter, self.budget, settings)
+        self.segment_rows, _ = self.rounds.fit(settings.segment_rows)
         self._waiting: deque[Ticket] = deque()
-        self._lanes: list[Lane] = []
         self._work = threading.Condition()
         self._closing = False
         self._worker = threading.Thread(target=self._serve, name="isobit-engine", daemon=True)
@@ -108,134 +94,70 @@ class Engine:
     def status(self) -> EngineStatus:
         """A snapshot; safe from any thread."""
         return EngineStatus(
-            running=len(self._lanes),
+            running=len(self.rounds.lanes),
             queued=len(self._waiting),
-            prompt_rows=self.prompt_rows,
-            reply_tokens=self.reply_tokens,
+            lanes=self.budget.lanes,
+            prompt_rows=self.rounds.prompt_rows,
+            reply_tokens=self.rounds.reply_tokens,
+            drafts={name: replace(counters) for name, counters in self.rounds.drafter.counters.items()},
+            free_pages=self.rounds.state.free_pages,
             resident_bytes=memory.anonymous_resident(),
             segment_rows=self.segment_rows,
+            cache=self.rounds.cache.metrics(),
         )
 
     def close(self) -> None:
         """Cancel what is unfinished and stop the worker."""
         with self._work:
             self._closing = True
-            for ticket in [*self._waiting, *(lane.ticket for lane in self._lanes)]:
+            for ticket in [*self._waiting, *(lane.ticket for lane in self.rounds.lanes)]:
                 ticket._cancelled.set()
             self._work.notify()
         self._worker.join()
 
     def _serve(self) -> None:
+        rounds = self.rounds
         while True:
             with self._work:
-                while not (self._waiting or self._lanes or self._closing):
+                while not (self._waiting or rounds.lanes or self._closing):
                     self._work.wait()
-                if self._closing and not self._waiting and not self._lanes:
-                    return
+                if self._closing and not self._waiting and not rounds.lanes:
+                    break
             self._admit()
-            if self._lanes:
-                self._round()
-
-    def _round(self) -> None:
-        """One forward for all active lanes: plan, forward, sample, commit."""
-        lanes = [lane for lane in self._lanes if not self._retire_if_over(lane)]
-        if not lanes:
-            return
-        plan = Plan(tuple(self._segment(lane) for lane in lanes))
-        try:
-            logits = self.model.ops.to_host(self.model.forward(self.state, plan))
-            drawing = [lane for lane in lanes if not lane.prompt_left]
-            samples = self.model.ops.sample(logits, [draw_of(lane) for lane in drawing])
-        except Exception as error:
-            log.exception("a forward failed")
-            for lane in lanes:
-                self._retire(lane, "error", f"{type(error).__name__}: {error}")
-            return
-        for segment, lane in zip(plan.segments, lanes, strict=True):
-            self._count(lane, len(segment.tokens))
-        for row, lane in enumerate(drawing):
-            self._commit(lane, logits[row], samples, row)
-
-    def _segment(self, lane: Lane) -> Segment:
-        tokens = lane.next_tokens()
-        draws = len(tokens) >= lane.prompt_left
-        return Segment(lane.stream, tokens, "last" if draws else "none")
-
-    def _count(self, lane: Lane, rows: int) -> None:
-        total = len(lane.request.tokens)
-        if lane.stream.rows > total:
-            return
-        lane.largest_segment = max(lane.largest_segment, rows)
-        self.prompt_rows += rows
-        now = time.monotonic()
-        if not lane.prompt_left or now - lane.last_progress >= PROGRESS_SECONDS:
-            lane.last_progress = now
-            emit(lane.ticket, PromptProgress(lane.stream.rows, total))
-
-    def _commit(self, lane: Lane, logits: np.ndarray, samples: Samples, row: int) -> None:
-        if not lane.prompt_hash:
-            lane.prompt_hash = logits_hash(logits)
-        if not samples.finite[row]:
-            self._retire(lane, "error", f"a logit at position {lane.stream.rows} is not finite")
-            return
-        if lane.first_token is None:
-            lane.first_token = time.monotonic()
-        token = int(samples.tokens[row])
-        lane.reply.append(token)
-        self.reply_tokens += 1
-        emit(lane.ticket, self._token_event(lane, logits, token, float(samples.logprob[row])))
-        self._retire_if_over(lane)
-
-    def _token_event(self, lane: Lane, logits: np.ndarray, token: int, logprob: float) -> TokenEvent:
-        count = lane.request.logprobs
-        if not count:
-            return TokenEvent(token, None if count is None else logprob)
-        ids, logprobs = self.model.ops.top_logprobs(logits[None], count)
-        alternatives = tuple((int(i), float(p)) for i, p in zip(ids[0], logprobs[0], strict=True))
-        return TokenEvent(token, logprob, alternatives)
+            try:
+                rounds.run()
+            except Exception as error:
+                log.exception("a round failed")
+                rounds.abandon(f"{type(error).__name__}: {error}")
+        rounds.cache.close()
 
     def _admit(self) -> None:
-        """Drop the waiting requests that were cancelled; start the others while a lane is free."""
+        """Drop the waiting requests that were cancelled; start the others in order, as far as lanes and pages go."""
         with self._work:
             dropped = [ticket for ticket in self._waiting if ticket.cancelled]
             waiting = [ticket for ticket in self._waiting if not ticket.cancelled]
-            starting = waiting[: self.state.free_slots]
-            self._waiting = deque(waiting[self.state.free_slots :])
+            self._waiting = deque(waiting)
         for ticket in dropped:
-            emit(ticket, never_started(ticket))
-        for ticket in starting:
-            request = ticket.request
-            asked = segment_limit(request.prefill, request.segment_rows, self.settings.segment_rows)
-            rows, notice = self._fit(min(asked, len(request.tokens)))
-            room = self.context - len(request.tokens)
-            limit = room if request.max_tokens is None else min(request.max_tokens, room)
-            lane = Lane(ticket, self.state.open(), limit, rows, notice, time.monotonic())
-            self._lanes.append(lane)
+            emit(ticket, never_started(ticket, "cancelled"))
+        for ticket in sorted(waiting, key=lambda ticket: ticket.request.priority == "background"):
+            if self.rounds.awaits_prefix(ticket.request):
+                continue
+            if not self.rounds.has_lane(ticket.request):
+                break
+            with self._work:
+                self._waiting.remove(ticket)
+            try:
+                self.rounds.start(ticket)
+            except Exception as error:
+                log.exception("a request could not be started")
+                emit(ticket, never_started(ticket, "error", f"{type(error).__name__}: {error}"))
 
-    def _fit(self, rows: int) -> tuple[int, str | None]:
-        """As many of the asked rows as the buffers can be had for, and what to tell the user if they are fewer."""
-        fitting = rows
-        while fitting > 1 and not self._can_buffer(fitting):
-            fitting //= 2
-        if fitting == rows:
-            return rows, None
-        return fitting, f"prompt segments of {fitting} rows, not {rows}: there is no memory for larger buffers"
-
-    def _can_buffer(self, rows: int) -> bool:
-        needed = self.model.workspace_bytes(rows)
-        return needed <= self._buffer_bytes and can_allocate(needed)
-
-    def _retire_if_over(self, lane: Lane) -> bool:
-        reason = lane.end_reason()
-        if reason is not None:
-            self._retire(lane, reason)
-        return reason is not None
-
-    def _retire(self, lane: Lane, reason: FinishReason, error: str | None = None) -> None:
-        event = lane.finished(reason, error)
-        self.state.close(lane.stream)
-        self._lanes.remove(lane)
-        emit(lane.ticket, event)
+    def _spill_store(self, checkpoint: Checkpoint) -> SpillStore | None:
+        settings = self.settings
+        if settings.spill_dir is None or not settings.prompt_cache_gib:
+            return None
+        limit = int(settings.spill_gib * memory.GIB)
+        return SpillStore(Path(settings.spill_dir), limit, checkpoint_identity(checkpoint.store))
 
     def _wake(self) -> None:
         with self._work:
@@ -263,46 +185,20 @@ class Engine:
             raise IsobitError(f"--context is {asked}: expected 2 to {window}, the checkpoint's window")
         return asked if asked is not None else window
 
-    def _buffer_budget(self) -> int:
-        """Bytes that a forward's buffers may take in the memory limit; raises IsobitError if one row's do not fit."""
-        loaded, asked = memory.anonymous_resident(), self.settings.memory_gib
-        limit = loaded + memory.available() if asked is None else int(asked * memory.GIB)
-        left = limit - loaded - self.state.nbytes
-        if self.model.workspace_bytes(1) > left:
-            raise IsobitError(
-                f"the memory limit is {memory.gib(limit)}, but the weights take {memory.gib(loaded)}, the state of "
-                f"{self.context} tokens {memory.gib(self.state.nbytes)} and one row's buffers "
-                f"{memory.gib(self.model.workspace_bytes(1))}: raise --memory-gib or lower --context"
-            )
-        return left
+
+def proposers(model: FlashNext, state: StatePool, mtp_drafts: int) -> list[Proposer]:
+    """The sources of drafts, the first asked first."""
+    sources: list[Proposer] = [CopyProposer()]
+    if model.mtp is not None and mtp_drafts:
+        sources.append(MtpProposer(model, state, mtp_drafts))
+    return sources
 
 
-def draw_of(lane: Lane) -> Draw:
-    """How the lane's next token is drawn: keyed by the request's seed and the token's absolute position."""
-    sampling = lane.request.sampling
-    return Draw(
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        min_p=sampling.min_p,
-        seed=sampling.seed,
-        position=lane.stream.rows,
-    )
-
-
-def emit(ticket: Ticket, event: Event) -> None:
-    """Tell the caller; a caller that fails to listen must not stop the worker."""
-    try:
-        ticket.on_event(event)
-    except Exception:
-        log.exception("an event handler failed")
-
-
-def never_started(ticket: Ticket) -> Finished:
-    """The end of a request that was cancelled while it waited."""
+def never_started(ticket: Ticket, reason: FinishReason, error: str | None = None) -> Finished:
+    """The end of a request that never got a lane."""
     waited = time.monotonic() - ticket.submitted
     return Finished(
-        reason="cancelled",
+        reason=reason,
         tokens=(),
         token_hash=token_hash(()),
         logits_hash="",
@@ -311,13 +207,5 @@ def never_started(ticket: Ticket) -> Finished:
         rows_computed=0,
         rows_reused=0,
         timings=Timings(waited, waited, waited, 0.0, 0.0),
+        error=error,
     )
-
-
-def can_allocate(count: int) -> bool:
-    """Whether the process can get `count` more bytes."""
-    try:
-        np.empty(count, dtype=np.uint8)
-    except MemoryError:
-        return False
-    return True

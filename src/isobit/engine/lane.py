@@ -1,14 +1,19 @@
 """One running request: its stream, what of its prompt is left, its reply so far."""
 
 import hashlib
+import logging
 import threading
 import time
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from isobit.engine.request import EventHandler, Finished, FinishReason, Request, Timings
-from isobit.model.state import Stream
+from isobit.engine.drafts import LaneDrafts
+from isobit.engine.request import Event, EventHandler, Finished, FinishReason, Request, Timings
+from isobit.model.state import KeptState, Stream, pages_for
+from isobit.ops.sample import Draw
+
+log = logging.getLogger(__name__)
 
 
 def token_hash(tokens: tuple[int, ...]) -> str:
@@ -36,42 +41,97 @@ class Ticket:
         return self._cancelled.is_set()
 
     def cancel(self) -> None:
-        """End the request within one segment; it finishes with reason "cancelled"."""
+        """End the request within one round; it finishes with reason "cancelled"."""
         self._cancelled.set()
         self._notify()
 
 
+def emit(ticket: Ticket, event: Event) -> None:
+    """Tell the caller; a caller that fails to listen must not stop the worker."""
+    try:
+        ticket.on_event(event)
+    except Exception:
+        log.exception("an event handler failed")
+
+
 @dataclass
 class Lane:
-    """A request being served. `limit`: the most reply tokens; `segment_rows`: the most prompt rows of a forward."""
+    """A request being served. `limit`: the most reply tokens; `segment_rows`: the most prompt rows of a forward.
+
+    `cuts`: prompt rows that segments end at, because the state there is worth keeping.
+    `suspended` holds the state of a lane that had to give its slot to another; its `stream` is None meanwhile.
+    """
 
     ticket: Ticket
-    stream: Stream
+    stream: Stream | None
     limit: int
     segment_rows: int
     notice: str | None
     started: float
+    drafts: LaneDrafts | None = None
+    suspended: KeptState | None = None
+    cuts: set[int] = field(default_factory=set)
+    rows_reused: int = 0
+    rows_computed: int = 0
     reply: list[int] = field(default_factory=list)
     largest_segment: int = 0
     prompt_hash: str = ""
     first_token: float | None = None
     last_progress: float = 0.0
+    drafted: int = 0
+    accepted: int = 0
 
     @property
     def request(self) -> Request:
         return self.ticket.request
 
     @property
+    def background(self) -> bool:
+        return self.request.priority == "background"
+
+    @property
+    def rows(self) -> int:
+        """Tokens that are in the stream's state."""
+        if self.stream is not None:
+            return self.stream.rows
+        return self.suspended.rows if self.suspended is not None else 0
+
+    @property
     def prompt_left(self) -> int:
         """Prompt rows that are not yet in the stream's state."""
-        return max(len(self.request.tokens) - self.stream.rows, 0)
+        return 0 if self.reply else len(self.request.tokens) - self.rows
 
-    def next_tokens(self) -> tuple[int, ...]:
-        """The tokens of this lane's next segment: prompt rows, or the token drawn last."""
-        if self.prompt_left:
-            end = min(self.stream.rows + self.segment_rows, len(self.request.tokens))
-            return self.request.tokens[self.stream.rows : end]
-        return (self.reply[-1],)
+    @property
+    def history(self) -> tuple[int, ...]:
+        """The tokens that are in the stream's state."""
+        return (*self.request.tokens, *self.reply)[: self.rows]
+
+    @property
+    def next_cut(self) -> int:
+        """The prompt row at which the next segment must end at the latest: one worth keeping, or the prompt's end."""
+        total = len(self.request.tokens)
+        return min((row for row in self.cuts if self.rows < row < total), default=total)
+
+    def cut_at(self, row: int) -> None:
+        """Have a segment end at a prompt row, so that the state there can be kept."""
+        self.cuts.add(row)
+
+    @property
+    def reserved_pages(self) -> int:
+        """The most key-value pages that this lane will hold."""
+        return pages_for(len(self.request.tokens) + self.limit)
+
+    def draw(self, ahead: int) -> Draw:
+        """How the token `ahead` rows after the state's last is drawn: keyed by the seed and its absolute position."""
+        sampling = self.request.sampling
+        return Draw(
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            min_p=sampling.min_p,
+            seed=sampling.seed,
+            position=self.rows + ahead,
+        )
 
     def end_reason(self) -> FinishReason | None:
         """Why the reply is over, or None while it is not."""
@@ -90,9 +150,11 @@ class Lane:
             logits_hash=self.prompt_hash,
             prefill=self.request.prefill,
             segment_rows=self.largest_segment,
-            rows_computed=self.stream.rows,
-            rows_reused=0,
+            rows_computed=self.rows_computed,
+            rows_reused=self.rows_reused,
             timings=self.timings(),
+            drafted=self.drafted,
+            accepted=self.accepted,
             notice=self.notice,
             error=error,
         )
@@ -106,6 +168,6 @@ class Lane:
             queued=self.started - self.ticket.submitted,
             first_token=first - self.ticket.submitted,
             total=now - self.ticket.submitted,
-            prompt_rate=min(self.stream.rows, len(self.request.tokens)) / max(first - self.started, 1e-9),
+            prompt_rate=min(self.rows, len(self.request.tokens)) / max(first - self.started, 1e-9),
             reply_rate=(len(self.reply) - 1) / reply_seconds if len(self.reply) > 1 and reply_seconds > 0 else 0.0,
         )

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 PrefillMode = Literal["deep", "batched", "serial"]
+Priority = Literal["normal", "background"]
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 
@@ -26,6 +27,9 @@ class Request:
     tokens: the prompt's ids, at least one. max_tokens: the reply's limit; None = up to the context's end.
     stop_tokens: ids that end the reply (the id itself is in the reply's tokens and hash, not in its text).
     logprobs: how many alternatives a token reports; None = no logprobs at all. segment_rows: None = the engine's.
+    priority: a background request runs only while no other does. draft: whether drafts may speed it up. keep_rows:
+    prompt rows whose state is worth keeping, ascending (the ends of a chat's messages). reuse: whether to go on from
+    a kept state; without it, every prompt row is computed.
     """
 
     tokens: tuple[int, ...]
@@ -35,6 +39,10 @@ class Request:
     prefill: PrefillMode = "deep"
     segment_rows: int | None = None
     logprobs: int | None = None
+    priority: Priority = "normal"
+    draft: bool = True
+    keep_rows: tuple[int, ...] = ()
+    reuse: bool = True
 
 
 @dataclass(frozen=True)
@@ -71,7 +79,8 @@ class Finished:
 
     prefill: what was asked; segment_rows: the largest segment really run (smaller than asked when memory was short,
     which `notice` then says). logits_hash: SHA-256 of the last prompt row's float32 logits, little-endian.
-    error: the message when reason is "error".
+    rows_reused came from kept states. drafted and accepted count draft tokens. error: the message when reason is
+    "error".
     """
 
     reason: FinishReason
@@ -83,6 +92,8 @@ class Finished:
     rows_computed: int
     rows_reused: int
     timings: Timings
+    drafted: int = 0
+    accepted: int = 0
     notice: str | None = None
     error: str | None = None
 

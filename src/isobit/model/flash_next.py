@@ -10,7 +10,7 @@ from isobit.checkpoint.config import FlashNextConfig
 from isobit.model.blocks import Handle, Layer, Pass, SparseAttention
 from isobit.model.mtp import MtpHead
 from isobit.model.plan import Plan
-from isobit.model.state import StatePool
+from isobit.model.state import StatePool, cache_pools
 from isobit.model.trace import Trace
 from isobit.ops.batch import Array
 
@@ -84,6 +84,15 @@ class FlashNext:
         if self.mtp is not None:
             shapes["mtp.streams"] = (stream_shape, "float32")
         return shapes
+
+    def slot_bytes(self) -> int:
+        """Bytes of one stream's recurrent state."""
+        return self.journal_bytes(1)
+
+    def page_bytes(self) -> int:
+        """Bytes of one key-value page in all layers."""
+        one_page = [self.ops.attention_cache(handle, 1) for handle in self._attention_handles().values()]
+        return sum(pool.nbytes for cache in one_page for pool in cache_pools(cache))
 
     def journal_bytes(self, rows: int) -> int:
         """Bytes of the journals of `rows` journaled rows: verifying d drafts of a stream journals d rows."""

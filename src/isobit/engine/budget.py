@@ -1,0 +1,45 @@
+"""Memory: how many lanes, key-value pages and buffer bytes fit within the limit."""
+
+from dataclasses import dataclass
+
+from isobit.engine import memory
+from isobit.errors import IsobitError
+from isobit.model.flash_next import FlashNext
+from isobit.model.state import pages_for
+
+MOST_LANES = 8
+SMALL_SEGMENT = 64  # rows that the buffers should have room for before another lane is worth it
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What an engine allots. lanes: state slots; pages: of the pools; the others in bytes."""
+
+    lanes: int
+    pages: int
+    buffer_bytes: int
+    cache_bytes: int
+
+
+def allot(model: FlashNext, limit: int, loaded: int, lanes: int | None, cache_bytes: int) -> Budget:
+    """Divide `limit` bytes, of which the weights take `loaded`; lanes None = as many as fit, at most 8.
+
+    Raises IsobitError with the numbers when one lane with the whole context does not fit.
+    """
+    page, slot = model.page_bytes(), model.slot_bytes()
+    per_lane = slot + pages_for(model.context) * page
+    left = limit - loaded - cache_bytes
+    one_row = model.workspace_bytes(1)
+    if lanes is None:
+        affordable = (left - model.workspace_bytes(SMALL_SEGMENT)) // per_lane
+        lanes = max(1, min(MOST_LANES, affordable))
+    pages = min(lanes * pages_for(model.context), (left - lanes * slot - model.workspace_bytes(lanes)) // page)
+    if pages < pages_for(model.context):
+        raise IsobitError(
+            f"the memory limit is {memory.gib(limit)}, but the weights take {memory.gib(loaded)}, the prompt cache "
+            f"{memory.gib(cache_bytes)}, {lanes} lanes {memory.gib(lanes * slot)}, the keys and values of "
+            f"{model.context} tokens {memory.gib(pages_for(model.context) * page)} and one row's buffers "
+            f"{memory.gib(one_row)}: raise --memory-gib or lower --context, --parallel or --prompt-cache-gib"
+        )
+    buffers = left - lanes * slot - pages * page
+    return Budget(lanes, pages + cache_bytes // page, buffers, cache_bytes)

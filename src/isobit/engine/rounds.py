@@ -1,0 +1,325 @@
+"""The rounds: the active lanes, and one forward for all of them at a time."""
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from isobit.engine import schedule
+from isobit.engine.budget import Budget
+from isobit.engine.drafts import MOST_COPIED, Draft, Drafter, Outcome, accepted_tokens
+from isobit.engine.lane import Lane, Ticket, emit, logits_hash
+from isobit.engine.prefill import segment_limit
+from isobit.engine.prompt_cache import Kind, PromptCache
+from isobit.engine.request import FinishReason, PromptProgress, Request, TokenEvent
+from isobit.engine.settings import EngineSettings
+from isobit.model.flash_next import FlashNext
+from isobit.model.plan import Plan, Segment
+from isobit.model.state import StatePool, pages_for
+from isobit.ops.sample import Draw, Samples
+
+PROGRESS_SECONDS = 0.05
+WORTHWHILE_ROWS = 64  # a shared prefix shorter than this beyond what is kept is computed twice rather than waited for
+KEPT_SEGMENT = 512  # a segment of at least so many rows has its end kept
+DRAFT_ROWS = MOST_COPIED + 1  # the most rows of a replying lane's window
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A lane's part of a round: the tokens it feeds, drafts last, and the draws of the rows it wants logits for."""
+
+    lane: Lane
+    tokens: tuple[int, ...]
+    draft: Draft
+    draws: tuple[Draw, ...]
+
+    @property
+    def segment(self) -> Segment:
+        """What the forward computes of it."""
+        stream = self.lane.stream
+        assert stream is not None
+        return Segment(stream, self.tokens, logits_wanted(self), journal=bool(self.draft.tokens))
+
+
+class Rounds:
+    """The lanes of one model and what they share: state, prompt cache and drafts. Used by one thread."""
+
+    def __init__(
+        self,
+        model: FlashNext,
+        state: StatePool,
+        cache: PromptCache,
+        drafter: Drafter,
+        budget: Budget,
+        settings: EngineSettings,
+    ):
+        self.model, self.state, self.cache, self.drafter = model, state, cache, drafter
+        self.budget, self.settings = budget, settings
+        self.lanes: list[Lane] = []
+        self.prompt_rows = self.reply_tokens = 0
+
+    def run(self) -> None:
+        """One forward for the active lanes: choose, plan, forward, sample, commit."""
+        for lane in list(self.lanes):
+            self._retire_if_over(lane)
+        lanes = schedule.choose([lane for lane in schedule.running(self.lanes) if self._resume(lane)])
+        lanes = [lane for lane in lanes if self._has_pages(lane)]
+        if not lanes:
+            return
+        try:
+            turns = self._turns(lanes)
+            started = time.perf_counter()
+            logits = self.model.ops.to_host(self.model.forward(self.state, Plan(tuple(t.segment for t in turns))))
+            samples = self.model.ops.sample(logits, [draw for turn in turns for draw in turn.draws])
+            seconds = time.perf_counter() - started
+        except Exception as error:
+            log.exception("a forward failed")
+            for lane in lanes:
+                self._retire(lane, "error", f"{type(error).__name__}: {error}")
+            return
+        self._learn(turns, samples, seconds)
+        row = 0
+        for turn in turns:
+            self._commit(turn, logits, samples, row)
+            row += len(turn.draws)
+
+    def abandon(self, error: str) -> None:
+        """End every lane with an error."""
+        for lane in list(self.lanes):
+            self._retire(lane, "error", error)
+
+    def _turns(self, lanes: list[Lane]) -> list[Turn]:
+        replying = [lane for lane in lanes if not lane.prompt_left]
+        drafting = [lane for lane in replying if lane.drafts is not None]
+        room = [lane.limit - len(lane.reply) - 1 for lane in drafting]
+        proposed = self.drafter.propose([lane.drafts for lane in drafting if lane.drafts is not None], room)
+        drafts = {id(lane): draft for lane, draft in zip(drafting, proposed, strict=True)}
+        return [self._turn(lane, lanes, drafts.get(id(lane), Draft())) for lane in lanes]
+
+    def _turn(self, lane: Lane, lanes: list[Lane], draft: Draft) -> Turn:
+        if not lane.prompt_left:
+            draws = tuple(lane.draw(ahead) for ahead in range(1, len(draft.tokens) + 2))
+            return Turn(lane, (lane.reply[-1], *draft.tokens), draft, draws)
+        rows = schedule.segment_rows(lane, lanes, self.settings.decode_share)
+        end = min(lane.rows + rows, lane.next_cut)
+        tokens = lane.request.tokens[lane.rows : end]
+        last = end == len(lane.request.tokens)
+        return Turn(lane, tokens, draft, (lane.draw(len(tokens)),) if last else ())
+
+    def _learn(self, turns: list[Turn], samples: Samples, seconds: float) -> None:
+        """Tell the drafter what the round gave."""
+        outcomes, row = [], 0
+        for turn in turns:
+            if turn.lane.reply and turn.lane.drafts is not None:
+                accepted = accepted_tokens(turn.draft.tokens, samples.tokens[row:].tolist())
+                outcomes.append(Outcome(turn.lane.drafts, turn.draft, accepted))
+            row += len(turn.draws)
+        decoding_only = all(turn.lane.reply for turn in turns)
+        self.drafter.learn(outcomes, seconds if decoding_only else None)
+
+    def _commit(self, turn: Turn, logits: np.ndarray, samples: Samples, row: int) -> None:
+        """Take a turn's results into its lane: the prompt's progress, then the tokens drawn while drafts are right."""
+        lane, before = turn.lane, turn.lane.rows - len(turn.tokens)
+        if not lane.reply:
+            self._count_prompt(lane, len(turn.tokens))
+            if turn.draws:
+                self._prompt_done(lane, logits[row])
+        failed = self._take_tokens(turn, logits, samples, row) if turn.draws else None
+        lane.rows_computed += lane.rows - before
+        if failed is not None:
+            self._retire(lane, "error", failed)
+        else:
+            self._retire_if_over(lane)
+
+    def _take_tokens(self, turn: Turn, logits: np.ndarray, samples: Samples, row: int) -> str | None:
+        """Add the drawn tokens to the reply up to the first wrong draft; returns what went wrong, or None."""
+        lane, taken, failed = turn.lane, 0, None
+        for place, drafted in enumerate([*turn.draft.tokens, None], row):
+            if not samples.finite[place]:
+                failed = f"a logit at position {turn.draws[taken].position} is not finite"
+                break
+            token = int(samples.tokens[place])
+            self._take_token(lane, logits[place], token, float(samples.logprob[place]))
+            taken += 1
+            if token != drafted or lane.end_reason() is not None:
+                break
+        if turn.draft.tokens and lane.stream is not None:
+            self.state.settle(lane.stream, max(taken, 1))
+        lane.drafted += len(turn.draft.tokens)
+        lane.accepted += max(taken - 1, 0)
+        return failed
+
+    def _take_token(self, lane: Lane, logits: np.ndarray, token: int, logprob: float) -> None:
+        if lane.first_token is None:
+            lane.first_token = time.monotonic()
+        lane.reply.append(token)
+        if lane.drafts is not None:
+            lane.drafts.index.extend([token])
+        self.reply_tokens += 1
+        emit(lane.ticket, self._token_event(lane, logits, token, logprob))
+
+    def _count_prompt(self, lane: Lane, rows: int) -> None:
+        lane.largest_segment = max(lane.largest_segment, rows)
+        self.prompt_rows += rows
+        now = time.monotonic()
+        if not lane.prompt_left or now - lane.last_progress >= PROGRESS_SECONDS:
+            lane.last_progress = now
+            emit(lane.ticket, PromptProgress(lane.rows, len(lane.request.tokens)))
+        if lane.prompt_left and (lane.rows in lane.cuts or rows >= KEPT_SEGMENT):
+            self._keep(lane, "message" if lane.rows in lane.cuts else "segment")
+
+    def _prompt_done(self, lane: Lane, logits: np.ndarray) -> None:
+        lane.prompt_hash = logits_hash(logits)
+        self._keep(lane, "prompt", logits)
+
+    def _keep(self, lane: Lane, kind: Kind, logits: np.ndarray | None = None) -> None:
+        if lane.stream is not None:
+            self.cache.keep(lane.history, lane.stream, logits, kind)
+
+    def _token_event(self, lane: Lane, logits: np.ndarray, token: int, logprob: float) -> TokenEvent:
+        count = lane.request.logprobs
+        if not count:
+            return TokenEvent(token, None if count is None else logprob)
+        ids, logprobs = self.model.ops.top_logprobs(logits[None], count)
+        alternatives = tuple((int(i), float(p)) for i, p in zip(ids[0], logprobs[0], strict=True))
+        return TokenEvent(token, logprob, alternatives)
+
+    def awaits_prefix(self, request: Request) -> bool:
+        """Whether a lane is just computing much of this prompt; its state will be kept where the two part."""
+        prompts = [lane for lane in self.lanes if lane.prompt_left and lane.stream is not None]
+        if not prompts or not request.reuse or not self.settings.prompt_cache_gib or request.priority == "background":
+            return False
+        kept = self.cache.kept_rows(request.tokens)
+        for lane in prompts:
+            shared = shared_prefix(lane.request.tokens, request.tokens)
+            worth_it = shared - kept >= WORTHWHILE_ROWS and lane.rows < shared
+            if worth_it and not (lane.background or lane.ticket.cancelled):
+                lane.cut_at(min(shared, len(request.tokens) - 1) if shared < len(lane.request.tokens) else shared)
+                return True
+        return False
+
+    def has_lane(self, request: Request) -> bool:
+        """Whether pages and a slot are to be had, a background lane's if need be."""
+        reserved = sum(lane.reserved_pages for lane in self.lanes)
+        if reserved + pages_for(len(request.tokens) + self._limit(request)) > self.budget.pages:
+            return False
+        if not self.state.free_slots and request.priority != "background":
+            yielding = [lane for lane in self.lanes if lane.background and lane.stream is not None]
+            if yielding:
+                self._suspend(yielding[-1])
+        return self.state.free_slots > 0
+
+    def start(self, ticket: Ticket) -> None:
+        request = ticket.request
+        hit = self.cache.lookup(request.tokens) if request.reuse else None
+        stream = self.state.open() if hit is None else self.cache.restore(hit)
+        asked = segment_limit(request.prefill, request.segment_rows, self.settings.segment_rows)
+        rows, notice = self.fit(min(asked, len(request.tokens)))
+        lane = Lane(ticket, stream, self._limit(request), rows, notice, time.monotonic(), rows_reused=stream.rows)
+        lane.cuts = set(request.keep_rows)
+        if self.settings.drafts and request.draft:
+            lane.drafts = self.drafter.open(stream, request.tokens, request.sampling)
+        self.lanes.append(lane)
+        if hit is not None and hit.logits is not None and not lane.prompt_left:
+            self._resume_reply(lane, hit.logits)
+
+    def _resume_reply(self, lane: Lane, logits: np.ndarray) -> None:
+        """A prompt whose every row was kept: its reply begins with the kept logits."""
+        draw = lane.draw(0)
+        emit(lane.ticket, PromptProgress(lane.rows, lane.rows))
+        lane.prompt_hash = logits_hash(logits)
+        try:
+            samples = self.model.ops.sample(logits[None], [draw])
+        except Exception as error:
+            log.exception("sampling failed")
+            self._retire(lane, "error", f"{type(error).__name__}: {error}")
+            return
+        failed = self._take_tokens(Turn(lane, (), Draft(), (draw,)), logits[None], samples, 0)
+        if failed is not None:
+            self._retire(lane, "error", failed)
+        else:
+            self._retire_if_over(lane)
+
+    def _suspend(self, lane: Lane) -> None:
+        """Take a lane's slot away; it goes on from its kept state when there is room again."""
+        assert lane.stream is not None
+        lane.suspended = self.state.save(lane.stream)
+        self.state.close(lane.stream)
+        lane.stream = None
+
+    def _resume(self, lane: Lane) -> bool:
+        """Whether the lane has a slot, after taking one if it was suspended and one is free."""
+        if lane.stream is None and lane.suspended is not None and self.state.free_slots:
+            lane.stream = self.state.restore(lane.suspended)
+            self.state.drop(lane.suspended)
+            lane.suspended = None
+            if lane.drafts is not None:
+                lane.drafts.stream = lane.stream
+        return lane.stream is not None
+
+    def _has_pages(self, lane: Lane) -> bool:
+        """Make sure of the pages of the lane's next rows, with one more in case its last is shared."""
+        assert lane.stream is not None
+        rows = min(lane.prompt_left, lane.segment_rows) if lane.prompt_left else DRAFT_ROWS
+        missing = pages_for(min(lane.rows + rows, self.model.context)) - len(lane.stream.pages)
+        return self.cache.free_pages(max(missing, 0) + 1)
+
+    def _limit(self, request: Request) -> int:
+        """The most reply tokens of a request."""
+        room = self.model.context - len(request.tokens)
+        return room if request.max_tokens is None else min(request.max_tokens, room)
+
+    def fit(self, rows: int) -> tuple[int, str | None]:
+        """As many of the asked rows as the buffers can be had for, and what to tell the user if they are fewer."""
+        fitting = rows
+        while fitting > 1 and not self._can_buffer(fitting):
+            fitting //= 2
+        if fitting == rows:
+            return rows, None
+        return fitting, f"prompt segments of {fitting} rows, not {rows}: there is no memory for larger buffers"
+
+    def _can_buffer(self, rows: int) -> bool:
+        needed = self.model.workspace_bytes(rows)
+        return needed <= self.budget.buffer_bytes and can_allocate(needed)
+
+    def _retire_if_over(self, lane: Lane) -> None:
+        reason = lane.end_reason()
+        if reason is not None:
+            self._retire(lane, reason)
+
+    def _retire(self, lane: Lane, reason: FinishReason, error: str | None = None) -> None:
+        event = lane.finished(reason, error)
+        self.lanes.remove(lane)
+        if lane.drafts is not None:
+            self.drafter.close(lane.drafts)
+        if lane.suspended is not None:
+            self.state.drop(lane.suspended)
+        if lane.stream is not None:
+            if reason != "error":
+                self._keep(lane, "reply" if lane.reply else "segment")
+            self.state.close(lane.stream)
+        emit(lane.ticket, event)
+
+
+def logits_wanted(turn: Turn) -> str:
+    """Which rows of a turn need logits."""
+    return "all" if len(turn.draws) == len(turn.tokens) else "last" if turn.draws else "none"
+
+
+def shared_prefix(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens two prompts have in common from the start."""
+    count = min(len(one), len(other))
+    differing = np.flatnonzero(np.not_equal(one[:count], other[:count]))
+    return int(differing[0]) if len(differing) else count
+
+
+def can_allocate(count: int) -> bool:
+    """Whether the process can get `count` more bytes."""
+    try:
+        np.empty(count, dtype=np.uint8)
+    except MemoryError:
+        return False
+    return True
