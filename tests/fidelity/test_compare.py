@@ -137,7 +137,7 @@ def test_a_rounding_in_another_place_fails(bench):
         hook.remove()
     report = bench.judge(early)
     assert report.forced.error_max < 2e-3
-    assert any("the mixer of layer 1, from the same streams" in failure for failure in report.failures)
+    assert any("the mixer of layer 1, from the same inputs" in failure for failure in report.failures)
 
 
 def test_a_choice_that_is_not_one_fails(bench, sound):

@@ -54,8 +54,8 @@ Forced = dict[Place, np.ndarray]
 class Run:
     """One stream through one implementation.
 
-    logits: float32 [T, V]; choices: what every router and indexer chose; boundaries: the residual streams, float32
-    [T, S, H], at each boundary of boundaries.py, if they were recorded.
+    logits: float32 [T, V]; choices: what every router and indexer chose; boundaries: the float32 values at the cuts of
+    boundaries.py, if they were recorded.
     """
 
     logits: np.ndarray

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from isobit.checkpoint.reader import Checkpoint
+from isobit.fidelity.boundaries import part_names
 from isobit.fidelity.choices import LayerChoices, Recording, Run
 from isobit.model.load import load_model
 from isobit.model.plan import Plan, Segment
@@ -22,12 +23,13 @@ def run_isobit(checkpoint: Checkpoint, tokens: np.ndarray) -> Run:
     model = load_model(checkpoint, ops, len(tokens))
     state = model.new_state(slots=1, pages=pages_for(len(tokens)))
     stream = state.open()
+    cuts = len(part_names(checkpoint.config))
     logits, boundaries, recording = [], [], Recording()
     for start in range(0, len(tokens), SEGMENT_ROWS):
         trace = Trace()
         segment = Segment(stream, tuple(tokens[start : start + SEGMENT_ROWS].tolist()), logits="all")
         logits.append(ops.to_host(model.forward(state, Plan((segment,)), trace)).copy())
-        boundaries.append(taken.copy())
+        boundaries.append([*taken[: cuts - 1], taken[-1]])  # between them, the MTP head reads
         taken.clear()
         for layer in range(checkpoint.config.num_hidden_layers):
             _record(recording, layer, trace.layer(f"layers.{layer}"))
@@ -35,19 +37,32 @@ def run_isobit(checkpoint: Checkpoint, tokens: np.ndarray) -> Run:
 
 
 def tapped(ops: Any) -> tuple[Any, list[np.ndarray]]:
-    """The ops, and a list that gets a copy of the residual streams each time they are made or written back to."""
+    """The ops, and a list that gets copies of the streams after each change, and of all that is read of them."""
     taken: list[np.ndarray] = []
+
+    def take(array: Any) -> None:
+        taken.append(ops.to_host(array).copy())
 
     def expand_streams(*arguments: Any) -> Any:
         streams = ops.expand_streams(*arguments)
-        taken.append(ops.to_host(streams).copy())
+        take(streams)
         return streams
+
+    def gated_read(*arguments: Any) -> Any:
+        mixed, injection = ops.gated_read(*arguments)
+        take(mixed)
+        return mixed, injection
 
     def gated_write(streams: Any, *arguments: Any) -> None:
         ops.gated_write(streams, *arguments)
-        taken.append(ops.to_host(streams).copy())
+        take(streams)
 
-    return SimpleNamespace(**{**vars(ops), "expand_streams": expand_streams, "gated_write": gated_write}), taken
+    def ple_inject(streams: Any, *arguments: Any) -> None:
+        ops.ple_inject(streams, *arguments)
+        take(streams)
+
+    taps = (expand_streams, gated_read, gated_write, ple_inject)
+    return SimpleNamespace(**{**vars(ops), **{tap.__name__: tap for tap in taps}}), taken
 
 
 def _record(recording: Recording, layer: int, trace: LayerTrace) -> None:

@@ -88,7 +88,7 @@ class Reference:
     ) -> Run:
         """Teacher-force the tokens, int [T], from the start of a stream.
 
-        forced: replaces choices. given: streams [T, S, H] that replace the reference's own at each boundary, once
+        forced: replaces choices. given: values that replace the reference's own at each cut of boundaries.py, once
         those are recorded.
         """
         patch, tap = TopkPatch(forced or {}), BoundaryTap(given)
@@ -168,7 +168,7 @@ class TopkPatch(TorchFunctionMode):
 
 
 class BoundaryTap:
-    """Records the residual streams at every boundary, and replaces them there by `given` ones."""
+    """Records the values at every cut of boundaries.py, and replaces them there by `given` ones."""
 
     def __init__(self, given: list[np.ndarray] | None):
         self.given = given
@@ -176,24 +176,35 @@ class BoundaryTap:
 
     @contextmanager
     def attached(self, model: Qwen4ExpForCausalLM) -> Iterator[None]:
-        """While in this context, the model's boundaries are tapped."""
-        streams = model.config.hc_count
-        modules = [module for layer in model.model.layers for module in (layer, layer.mlp_hyper_connection)]
-        hooks = [
-            module.register_forward_pre_hook(lambda _module, inputs: self._pass(streams, *inputs))
-            for module in [*modules, model.model.hyper_connection_mixer]
-        ]
+        """While in this context, the model's cuts are tapped."""
+        count = model.config.hc_count
+        hooks = []
+        for layer in model.model.layers:
+            hooks.append(layer.register_forward_pre_hook(lambda _, inputs: self._streams(count, *inputs)))
+            sites = [layer.attn_hyper_connection, layer.mlp_hyper_connection]
+            for site in sites[layer.ple is None :]:
+                hooks.append(site.register_forward_pre_hook(lambda _, inputs: self._streams(count, *inputs)))
+            hooks += [
+                site.register_forward_hook(lambda _, __, output: (self._read(output[0]), *output[1:])) for site in sites
+            ]
+        last = model.model.hyper_connection_mixer
+        hooks.append(last.register_forward_pre_hook(lambda _, inputs: self._streams(count, *inputs)))
+        hooks.append(last.register_forward_hook(lambda _, __, output: self._read(output)))
         try:
             yield
         finally:
             for hook in hooks:
                 hook.remove()
 
-    def _pass(self, streams: int, hidden: torch.Tensor, *others: Any) -> Any:
-        self.taken.append(hidden[0].unflatten(-1, (streams, -1)).numpy().copy())
-        if self.given is None:
-            return None
-        return torch.from_numpy(self.given[len(self.taken) - 1]).flatten(-2)[None], *others
+    def _streams(self, count: int, hidden: torch.Tensor, *others: Any) -> Any:
+        return self._pass(hidden[0].unflatten(-1, (count, -1))).flatten(-2)[None], *others
+
+    def _read(self, mixed: torch.Tensor) -> torch.Tensor:
+        return self._pass(mixed[0])[None]
+
+    def _pass(self, values: torch.Tensor) -> torch.Tensor:
+        self.taken.append(values.numpy().copy())
+        return values if self.given is None else torch.from_numpy(self.given[len(self.taken) - 1])
 
 
 def _empty_model(text_config: Mapping[str, Any]) -> Qwen4ExpForCausalLM:
