@@ -377,22 +377,36 @@ def test_states_read_back_share_pages_with_those_in_memory(tmp_path):
     assert pool.digest(stream) == digest_after(BASE[:150])
 
 
-def test_a_damaged_state_is_a_miss_and_what_is_whole_is_found_instead(tmp_path, caplog):
+@pytest.mark.parametrize("kind", ["state", "rows"])
+def test_a_damaged_state_is_a_miss_and_what_is_whole_is_found_instead(tmp_path, caplog, kind):
     cache = PromptCache(tiny_pool(), AMPLE, SpillStore(tmp_path, AMPLE, "checkpoint"))
     keep(cache, BASE[:50])
     cache.evict_all()
     (whole,) = tmp_path.glob("*.state.*")
-    keep(cache, BASE[:60])
+    keep(cache, BASE[:150])
     cache.evict_all()
-    (damaged,) = set(tmp_path.glob("*.state.*")) - {whole}
+    damaged = next(path for path in tmp_path.glob(f"*.{kind}.*") if path != whole)
     content = bytearray(damaged.read_bytes())
     content[-1] ^= 1
     damaged.write_bytes(content)
     hit = cache.lookup(BASE)
     assert hit.rows == 50
+    assert cache.pool.free_pages == cache.pool.pages - 1
     assert cache.pool.digest(cache.restore(hit)) == digest_after(BASE[:50])
     assert "damaged" in caplog.text
-    assert not damaged.exists()
+    assert list(tmp_path.glob("*.safetensors")) == [whole]
+
+
+def test_a_state_of_another_shape_is_not_taken(tmp_path, caplog):
+    cache = PromptCache(tiny_pool(), AMPLE, SpillStore(tmp_path, AMPLE, "checkpoint"))
+    keep(cache, BASE[:50])
+    cache.close()
+    other = tiny_pool()
+    other.recurrent["a.conv"] = np.zeros((3, 2, 4), np.float32)
+    cache = PromptCache(other, AMPLE, SpillStore(tmp_path, AMPLE, "checkpoint"))
+    assert cache.lookup(BASE) is None
+    assert "float32 [2, 3] for a.conv, this model float32 [2, 4]" in caplog.text
+    assert (other.free_pages, len(cache.spill)) == (other.pages, 0)
 
 
 def test_unused_segment_ends_are_not_written_to_disk(tmp_path):

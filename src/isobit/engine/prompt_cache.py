@@ -163,7 +163,7 @@ class PromptCache:
             self._handed_out = None
 
     def keep(self, tokens: Tokens, stream: Stream, logits: np.ndarray | None = None, kind: Kind = "prompt") -> None:
-        """Keep the stream's state at its row, under the first `stream.rows` of `tokens`.
+        """Keep the stream's state at its row, under the first `stream.rows` of `tokens` (an int32 array costs least).
 
         logits: float32 [vocabulary] of the stream's last row; they are copied. Does nothing when that row is kept
         already, but for adding its logits, or when there is no room for it.
@@ -218,6 +218,8 @@ class PromptCache:
     def close(self) -> None:
         """Evict all entries, so that the spill store has them after a restart, and close it."""
         self._handed_out = None
+        if self.spill is not None and self.spill.active and self._entries:
+            log.info("writing %d kept states to the spill folder %s", len(self._entries), self.spill.folder)
         self.evict_all()
         if self.spill is not None:
             self.spill.close()

@@ -34,7 +34,8 @@ from isobit.ops.version import ARITHMETIC_VERSION
 CHUNK_ROWS = 4096  # a multiple of PAGE_ROWS
 FORMAT = "1"
 STATE_SUFFIX, ROWS_SUFFIX = ".state.safetensors", ".rows.safetensors"
-HEADER_BYTES = 256  # a tensor's entry in a header is shorter
+ENTRY_BYTES = 128  # a tensor's entry in a header is shorter, its name aside
+METADATA_BYTES = 512  # and so is what the metadata say beside whom the file belongs to
 RECURRENT, ROWS = "recurrent.", "rows."
 
 log = logging.getLogger(__name__)
@@ -151,7 +152,7 @@ class SpillStore:
         the limit has no room for, or that the disk refuses, is not written; the latter is logged.
         """
         tokens = as_tokens(tokens)
-        if not self.active or nbytes + _header_bytes(recurrent) > self.limit_bytes:
+        if not self.active or nbytes + self._header_bytes(recurrent) > self.limit_bytes:
             return False
         node = self._tree.find(tokens)
         known = node.value if node is not None else None
@@ -323,7 +324,7 @@ class SpillStore:
 
     def _write(self, path: Path, arrays: Arrays, described: Mapping[str, str]) -> int:
         """Write one file within the limit; its size."""
-        size = sum(array.nbytes for array in arrays.values()) + _header_bytes(arrays)
+        size = sum(array.nbytes for array in arrays.values()) + self._header_bytes(arrays)
         if not self._make_room(size):
             raise IsobitError(f"{path} needs {size} bytes, which the spill folder's limit has no room for")
         metadata = {**self.belongs, **described}
@@ -409,6 +410,10 @@ class SpillStore:
                 self.drop(oldest)
         return True
 
+    def _header_bytes(self, arrays: Arrays) -> int:
+        """A file's header of these arrays is no longer."""
+        return sum(len(name) + ENTRY_BYTES for name in arrays) + len(json.dumps(self.belongs)) + METADATA_BYTES
+
     def _report(self, error: Exception) -> None:
         """Warn of the first failure in a row; a full disk would repeat it at every eviction."""
         level = logging.DEBUG if self._failing else logging.WARNING
@@ -423,11 +428,6 @@ def _checksum(metadata: Mapping[str, str], arrays: Arrays) -> str:
         digest.update(json.dumps([name, str(array.dtype), array.shape]).encode())
         digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
     return digest.hexdigest()
-
-
-def _header_bytes(arrays: Arrays) -> int:
-    """No header of these arrays is longer."""
-    return HEADER_BYTES * (len(arrays) + 8)
 
 
 def _without_prefix(arrays: Arrays, prefix: str) -> Arrays:

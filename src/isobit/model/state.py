@@ -142,8 +142,8 @@ class StatePool:
     def save(self, stream: Stream) -> KeptState:
         """The stream's state at its current row; costs copies of the recurrent state, and shares the pages."""
         pages = tuple(stream.pages[: pages_for(stream.rows)])
-        self._share(pages)
         copies = {name: self.ops.take_rows(pool, [stream.slot]) for name, pool in self.recurrent.items()}
+        self._share(pages)
         return KeptState(stream.rows, pages, copies)
 
     def restore(self, kept: KeptState) -> Stream:
