@@ -34,6 +34,7 @@ VARIANTS = {
     "many files": {"file_bytes": 1 << 20, "seed": 1},
     "odd sizes": {"overrides": {"vocab_size": 300, "hidden_size": 192, "moe_intermediate_size": 72}},
     "two tables": {"layers": 6, "overrides": {"ple_layer_ids": [1, 6], "hc_count": 2}},
+    "predictable": {"predictable": True, "seed": 2},
     "tied": {"overrides": {"tie_word_embeddings": True}},
 }
 # SHA-256 of the files that the preset "test" writes with seed 0.
@@ -359,3 +360,24 @@ def test_memory_does_not_grow_with_the_table(tmp_path, monkeypatch):
         tracemalloc.stop()
     assert (folder / "ngram_embedding.safetensors").stat().st_size > 30e6
     assert peak < 8e6
+
+
+def test_the_predictable_head_reads_what_the_trunk_reads(make_checkpoint):
+    checkpoint = Checkpoint(make_checkpoint("test", predictable=True))
+    identity = checkpoint.linear("mtp.fc_embedding")
+    assert np.array_equal(identity.weight, np.eye(checkpoint.config.hidden_size))
+    assert not checkpoint.vector("mtp.pre_fc_norm_embedding.weight").any()
+    mixer = [name for name in checkpoint.groups if name.startswith("hyper_connection_mixer")]
+    assert len(mixer) == 3
+    for name in mixer:
+        if checkpoint.groups[name].kind == "linear":
+            ours, trunks = (checkpoint.linear(n).weight for n in (f"mtp.{name}", name))
+        else:
+            ours, trunks = (checkpoint.vector(f"{n}.weight") for n in (f"mtp.{name}", name))
+        assert np.array_equal(ours, trunks)
+
+
+def test_a_predictable_checkpoint_needs_the_head_that_predicts(tmp_path):
+    with pytest.raises(IsobitError, match="needs the MTP head"):
+        synthesize(tmp_path / "none", "test", predictable=True, mtp=False)
+    assert list(tmp_path.iterdir()) == []

@@ -45,6 +45,12 @@ def test_half_and_mixed_widths_are_understood(tmp_path):
     assert Checkpoint(tmp_path / "half").head().bits == 2.5
 
 
+def test_a_predictable_checkpoint_says_nothing_else_of_itself(tmp_path):
+    assert run(str(tmp_path / "made"), "--preset", "test", "--layers", "1", "--predictable").exit_code == 0
+    assert inspect_folder(tmp_path / "made").usable
+    assert Checkpoint(tmp_path / "made").has_mtp
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -52,6 +58,7 @@ def test_half_and_mixed_widths_are_understood(tmp_path):
         (("--bits", "9"), "width 9 is unknown"),
         (("--bits", "nan"), "width nan is unknown"),
         (("--preset", "huge"), "preset 'huge' is unknown"),
+        (("--preset", "test", "--predictable", "--no-mtp"), "needs the MTP head"),
     ],
 )
 def test_bad_options_are_one_line_and_leave_nothing(tmp_path, options, message):

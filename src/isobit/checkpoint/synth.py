@@ -48,6 +48,7 @@ def synthesize(
     packed_signs: bool = False,
     plain: Sequence[str] | None = None,
     mtp: bool = True,
+    predictable: bool = False,
     overrides: Mapping[str, Any] | None = None,
     file_bytes: int = FILE_BYTES,
     progress: Progress | None = None,
@@ -61,8 +62,9 @@ def synthesize(
     ngram_shards: tensors that it is split into. embedding_bits: 1 to 8; None leaves the token embeddings fp16.
     biases: attention projections get a bias. packed_signs: each linear stores one of its scales as packed signs (`su`
     or `sv`). plain: patterns of names without prefix ("layers.0.mlp.*") whose linears stay plain; None: the preset's.
-    mtp: whether there is an MTP head. overrides: fields of the text config. file_bytes: the size at which the next
-    file is begun. progress: called with (bytes written, bytes in all).
+    mtp: whether there is an MTP head. predictable: it predicts more than half of the next tokens. overrides: fields of
+    the text config. file_bytes: the size at which the next file is begun. progress: called with (bytes written, bytes
+    in all).
     Raises IsobitError for options that make no checkpoint, a folder that is in use, or too small a disk.
     """
     chosen = _preset(preset)
@@ -77,6 +79,8 @@ def synthesize(
         embedding=embedding_bits,
     )
     _check_widths(widths, codebook)
+    if predictable and not text_config["mtp_num_hidden_layers"]:
+        raise IsobitError("a predictable checkpoint needs the MTP head that predicts; leave the head in")
     layout = Layout(
         config=parse_config(text_config, "the preset with these options"),
         seed=seed,
@@ -85,6 +89,7 @@ def synthesize(
         ngram_shards=ngram_shards,
         packed_signs=packed_signs,
         plain=tuple(chosen.plain if plain is None else plain),
+        predictable=predictable,
     )
     files = _files(layout, file_bytes)
     target = Path(folder).absolute()

@@ -57,12 +57,16 @@ Fill = Callable[[Values, int], np.ndarray]
 
 @dataclass(frozen=True)
 class Tensor:
-    """One tensor to write. fill(values, count): its next `count` values; a piece holds a multiple of `unit`."""
+    """One tensor to write. fill(values, count): its next `count` values; a piece holds a multiple of `unit`.
+
+    drawn_as: the name of the tensor whose random numbers it takes, when not its own.
+    """
 
     dtype: str
     shape: tuple[int, ...]
     fill: Fill
     unit: int = 1
+    drawn_as: str | None = None
 
     @property
     def count(self) -> int:
@@ -74,7 +78,7 @@ class Tensor:
 
     def pieces(self, seed: int, name: str) -> Iterator[np.ndarray]:
         """The tensor's values in order, as stored, a few megabytes at a time."""
-        values = Values(seed, name)
+        values = Values(seed, self.drawn_as or name)
         whole_words = 8 * self.unit  # a piece that ends inside a raw integer would drop the rest of it
         step = -(-PIECE_VALUES // whole_words) * whole_words
         for start in range(0, self.count, step):
@@ -97,6 +101,17 @@ def between(low: float, high: float) -> Fill:
 
 def signed_between(low: float, high: float) -> Fill:
     return lambda values, count: values.signed_between(count, low, high)
+
+
+def diagonal(size: int, value: float) -> Fill:
+    """A [size, size] matrix with `value` on its diagonal and zeros elsewhere, in pieces of `size + 1` numbers."""
+
+    def fill(values: Values, count: int) -> np.ndarray:
+        numbers = np.zeros(count, np.float32)
+        numbers[:: size + 1] = value
+        return numbers
+
+    return fill
 
 
 def given(numbers: list[int], dtype: Any) -> Fill:

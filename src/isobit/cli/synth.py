@@ -56,6 +56,9 @@ BiasesOption = Annotated[bool, typer.Option("--biases", help="Give the attention
 PackedSignsOption = Annotated[
     bool, typer.Option("--packed-signs", help="Store one scale of each linear as packed signs, as old checkpoints do.")
 ]
+PredictableOption = Annotated[
+    bool, typer.Option("--predictable", help="Tokens follow mostly from the last one, so that MTP drafts are accepted.")
+]
 MtpOption = Annotated[bool, typer.Option("--mtp/--no-mtp", help="Whether there is an MTP head.")]
 
 
@@ -75,6 +78,7 @@ def synth(
     biases: BiasesOption = False,
     packed_signs: PackedSignsOption = False,
     mtp: MtpOption = True,
+    predictable: PredictableOption = False,
 ) -> None:
     """Write a random but valid checkpoint, to try things out: its replies are noise.
 
@@ -99,6 +103,7 @@ def synth(
             biases=biases,
             packed_signs=packed_signs,
             mtp=mtp,
+            predictable=predictable,
             progress=progress,
         )
     written = sum(file.stat().st_size for file in folder.iterdir())
