@@ -8,29 +8,11 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.core.errors import TypingError
-from numba.extending import models, register_model
 
+from isobit.ops.lane_type import INDEX, LANES, VECTOR, call_on_lanes, in_every_lane, lanes_type
 from isobit.ops.scalar import intrinsic, scalar_function
 
-LANES = 32
-
 _FLOAT = ir.FloatType()
-_INDEX = ir.IntType(32)
-_VECTOR = ir.VectorType(_FLOAT, LANES)
-
-
-class LanesType(types.Type):
-    def __init__(self):
-        super().__init__(name=f"float32x{LANES}")
-
-
-lanes_type = LanesType()
-
-
-@register_model(LanesType)
-class LanesModel(models.PrimitiveModel):
-    def __init__(self, manager, fe_type):
-        super().__init__(manager, fe_type, _VECTOR)
 
 
 def _require_float32_rows(array):
@@ -44,17 +26,11 @@ def _element_pointer(context, builder, signature, args):
 
 
 def _vector_pointer(context, builder, signature, args):
-    return builder.bitcast(_element_pointer(context, builder, signature, args), _VECTOR.as_pointer())
+    return builder.bitcast(_element_pointer(context, builder, signature, args), VECTOR.as_pointer())
 
 
 def _constant_lanes(value):
-    return ir.Constant(_VECTOR, [value] * LANES)
-
-
-def _broadcast(builder, scalar):
-    first = builder.insert_element(ir.Constant(_VECTOR, ir.Undefined), scalar, ir.Constant(_INDEX, 0))
-    zeros = ir.Constant(ir.VectorType(_INDEX, LANES), [0] * LANES)
-    return builder.shuffle_vector(first, ir.Constant(_VECTOR, ir.Undefined), zeros)
+    return ir.Constant(VECTOR, [value] * LANES)
 
 
 @intrinsic
@@ -72,7 +48,7 @@ def lanes_fill(typingctx, x):
     """The float32 x in every lane."""
 
     def codegen(context, builder, signature, args):
-        return _broadcast(builder, args[0])
+        return in_every_lane(builder, args[0])
 
     return lanes_type(types.float32), codegen
 
@@ -83,7 +59,7 @@ def lanes_spread(typingctx, array, offset):
     _require_float32_rows(array)
 
     def codegen(context, builder, signature, args):
-        return _broadcast(builder, builder.load(_element_pointer(context, builder, signature, args)))
+        return in_every_lane(builder, builder.load(_element_pointer(context, builder, signature, args)))
 
     return lanes_type(array, types.intp), codegen
 
@@ -149,13 +125,8 @@ def lanes_keep_first(typingctx, new, old, count):
     """The first `count` lanes of `new`, the others of `old`."""
 
     def codegen(context, builder, signature, args):
-        indices = ir.Constant(ir.VectorType(_INDEX, LANES), list(range(LANES)))
-        count = builder.trunc(args[2], _INDEX)
-        first = builder.insert_element(
-            ir.Constant(ir.VectorType(_INDEX, LANES), ir.Undefined), count, ir.Constant(_INDEX, 0)
-        )
-        zeros = ir.Constant(ir.VectorType(_INDEX, LANES), [0] * LANES)
-        counts = builder.shuffle_vector(first, ir.Constant(first.type, ir.Undefined), zeros)
+        indices = ir.Constant(ir.VectorType(INDEX, LANES), list(range(LANES)))
+        counts = in_every_lane(builder, builder.trunc(args[2], INDEX))
         return builder.select(builder.icmp_signed("<", indices, counts), args[0], args[1])
 
     return lanes_type(lanes_type, lanes_type, types.intp), codegen
@@ -166,10 +137,7 @@ def lanes_fma(typingctx, a, b, c):
     """a * b + c in every lane, rounded once."""
 
     def codegen(context, builder, signature, args):
-        function = cgutils.get_or_insert_function(
-            builder.module, ir.FunctionType(_VECTOR, [_VECTOR] * 3), f"llvm.fma.v{LANES}f32"
-        )
-        return builder.call(function, args)
+        return call_on_lanes(builder, "llvm.fma", list(args))
 
     return lanes_type(lanes_type, lanes_type, lanes_type), codegen
 
@@ -213,11 +181,11 @@ def lanes_total(typingctx, lanes):
         half = LANES // 2
         while half:
             undefined = ir.Constant(value.type, ir.Undefined)
-            masks = [ir.Constant(ir.VectorType(_INDEX, half), list(range(first, first + half))) for first in (0, half)]
+            masks = [ir.Constant(ir.VectorType(INDEX, half), list(range(first, first + half))) for first in (0, half)]
             lower, upper = (builder.shuffle_vector(value, undefined, mask) for mask in masks)
             value = builder.fadd(lower, upper)
             half //= 2
-        return builder.extract_element(value, ir.Constant(_INDEX, 0))
+        return builder.extract_element(value, ir.Constant(INDEX, 0))
 
     return types.float32(lanes_type), codegen
 

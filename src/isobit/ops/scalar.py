@@ -1,6 +1,7 @@
-"""Scalar arithmetic that every CPU kernel is built from: explicit fused multiply-add, half precision, own functions.
+"""Arithmetic that every CPU kernel is built from: explicit fused multiply-add, half precision, own functions.
 
 Each function is one sequence of IEEE basic operations, so all CPUs give the same bits. None calls a math library.
+The float32 functions also take lanes (`lane_type`), and do in every lane what they do to one value.
 """
 
 from math import factorial
@@ -11,6 +12,8 @@ from llvmlite import ir
 from numba import extending as numba_extending
 from numba import njit, types
 
+from isobit.ops.lane_type import INDEX, LANES, call_on_lanes, in_every_lane, lanes_type, widest
+
 f32 = np.float32
 intrinsic: Any = numba_extending.intrinsic  # its stub describes the undecorated function, not what kernels call
 
@@ -20,9 +23,28 @@ def fma32(typingctx, a, b, c):
     """a * b + c in float32, rounded once."""
 
     def codegen(context, builder, signature, args):
-        return builder.fma(*args)
+        if signature.return_type is types.float32:
+            return builder.fma(*args)
+        return call_on_lanes(builder, "llvm.fma", [in_every_lane(builder, value) for value in args])
 
+    if widest(a, b, c) is lanes_type:
+        return lanes_type(a, b, c), codegen
     return types.float32(types.float32, types.float32, types.float32), codegen
+
+
+@intrinsic
+def select(typingctx, condition, a, b):
+    """a where the condition holds, b elsewhere: a boolean and float32, or a mask and lanes or float32."""
+
+    def codegen(context, builder, signature, args):
+        values = args[1:]
+        if signature.return_type is lanes_type:
+            values = [in_every_lane(builder, value) for value in values]
+        return builder.select(args[0], *values)
+
+    if condition is types.boolean:
+        return widest(a, b)(condition, a, b), codegen
+    return lanes_type(condition, a, b), codegen
 
 
 @intrinsic
@@ -93,11 +115,15 @@ def power_of_two(typingctx, n):
     """2^n for a whole float32 n from -126 to 127 (exact); anything else gives some number."""
 
     def codegen(context, builder, signature, args):
-        biased = builder.fadd(args[0], ir.Constant(ir.FloatType(), float(ROUNDING_SHIFT) + 127.0))
-        exponent = builder.shl(builder.bitcast(biased, ir.IntType(32)), ir.Constant(ir.IntType(32), 23))
-        return builder.bitcast(exponent, ir.FloatType())
+        kind, whole = args[0].type, ir.IntType(32)
+        shift, places = ir.FloatType()(float(ROUNDING_SHIFT) + 127.0), whole(23)
+        if n is lanes_type:
+            whole = ir.VectorType(INDEX, LANES)
+            shift, places = in_every_lane(builder, shift), in_every_lane(builder, places)
+        biased = builder.fadd(args[0], shift)
+        return builder.bitcast(builder.shl(builder.bitcast(biased, whole), places), kind)
 
-    return types.float32(types.float32), codegen
+    return widest(n)(widest(n)), codegen
 
 
 @intrinsic
@@ -165,8 +191,8 @@ def exp_parts32(x):
 @scalar_function
 def exp32(x):
     """e^x in float32, within 1 unit in the last place; subnormal results are rounded once."""
-    bounded = EXP_HIGHEST if x > EXP_HIGHEST else x
-    bounded = EXP_LOWEST if bounded < EXP_LOWEST else bounded
+    bounded = select(x > EXP_HIGHEST, EXP_HIGHEST, x)
+    bounded = select(bounded < EXP_LOWEST, EXP_LOWEST, bounded)
     scaled, factor = exp_parts32(bounded)
     return scaled * factor
 
@@ -187,11 +213,11 @@ def divide_by_one_plus(numerator, numerator_rest, e):
 def sigmoid32(x):
     """1 / (1 + e^-x) in float32, within 2 units in the last place."""
     below = -abs(x)
-    bounded = EXP_LOWEST if below < EXP_LOWEST else below
+    bounded = select(below < EXP_LOWEST, EXP_LOWEST, below)
     scaled, factor = exp_parts32(bounded)
     positive = x >= ZERO
-    numerator = ONE if positive else scaled
-    last = ONE if positive else factor
+    numerator = select(positive, ONE, scaled)
+    last = select(positive, ONE, factor)
     return divide_by_one_plus(numerator, ZERO, scaled * factor) * last
 
 
@@ -199,16 +225,16 @@ def sigmoid32(x):
 def silu32(x):
     """x / (1 + e^-x) in float32, within 2 units in the last place; -0 far below zero."""
     below = -abs(x)
-    bounded = EXP_LOWEST if below < EXP_LOWEST else below
+    bounded = select(below < EXP_LOWEST, EXP_LOWEST, below)
     scaled, factor = exp_parts32(bounded)
     positive = x >= ZERO
-    multiplicand = -bounded if positive else bounded
-    multiplier = ONE if positive else scaled
+    multiplicand = select(positive, -bounded, bounded)
+    multiplier = select(positive, ONE, scaled)
     numerator = multiplicand * multiplier
     rest = fma32(multiplicand, multiplier, -numerator)
-    last = ONE if positive else factor
+    last = select(positive, ONE, factor)
     value = divide_by_one_plus(numerator, rest, scaled * factor) * last
-    return x if x > -EXP_LOWEST else value
+    return select(x > -EXP_LOWEST, x, value)
 
 
 @scalar_function
@@ -226,7 +252,7 @@ def softplus32(x):
     p = fma32(p, w, LOG1P_2)
     p = fma32(p, w, LOG1P_1)
     log1p = s + fma32(residual, inverse, s * (w * p))
-    return (x if x > ZERO else ZERO) + log1p
+    return select(x > ZERO, x, ZERO) + log1p
 
 
 @scalar_function

@@ -4,8 +4,8 @@ import numpy as np
 from numba import njit
 
 from isobit.ops.buffers import empty
-from isobit.ops.lanes import lane_dot_at
-from isobit.ops.scalar import ONE, rsqrt32
+from isobit.ops.lanes import LANES, lane_dot_at, lanes_load, lanes_load_first, lanes_store, lanes_store_first
+from isobit.ops.scalar import ONE, rsqrt32, scalar_function
 from isobit.ops.work import run_split
 
 __all__ = ["norm"]
@@ -26,14 +26,29 @@ def group_norm(x: np.ndarray, weight: np.ndarray, groups: int, eps: float) -> np
     return out
 
 
+@scalar_function
+def scale_at(x, x_at, inverse, weight, weight_at, count, out, out_at):
+    """out = (x * inverse) * (1 + weight) for `count` elements from flat offsets of C-contiguous float32 arrays."""
+    whole = count - count % LANES
+    for i in range(0, whole, LANES):
+        lanes_store(out, out_at + i, (lanes_load(x, x_at + i) * inverse) * (ONE + lanes_load(weight, weight_at + i)))
+    if whole < count:
+        left = count - whole
+        weights = ONE + lanes_load_first(weight, weight_at + whole, left)
+        lanes_store_first(out, out_at + whole, (lanes_load_first(x, x_at + whole, left) * inverse) * weights, left)
+
+
+@scalar_function
+def inverse_rms_at(x, at, width, eps):
+    """1 / sqrt(mean of squares + eps) of `width` elements from flat offset `at`."""
+    return rsqrt32(lane_dot_at(x, at, x, at, width) / np.float32(width) + eps)
+
+
 @njit(nogil=True, cache=True, error_model="numpy")
 def norm_rows(x, weight, eps, out, first, last):
     """Rows first to last - 1 of x [N, W]; row i uses the part of `weight` that starts at (i mod groups) * W."""
     width = x.shape[1]
     groups = weight.size // width
     for row in range(first, last):
-        mean = lane_dot_at(x, row * width, x, row * width, width) / np.float32(width)
-        inverse = rsqrt32(mean + eps)
-        start = (row % groups) * width
-        for i in range(width):
-            out[row, i] = (x[row, i] * inverse) * (ONE + weight[start + i])
+        at = row * width
+        scale_at(x, at, inverse_rms_at(x, at, width, eps), weight, (row % groups) * width, width, out, at)
