@@ -8,8 +8,9 @@ from typing import Any
 class Setting:
     """One setting. name: as a request field; the command line writes it --with-dashes.
 
-    kind: int, float or str. default: None means unset, and `unset` then says what happens. minimum, maximum: inclusive
-    bounds of a number; above: an exclusive lower bound. choices: the allowed strings.
+    kind: int, float, str or bool; a bool of the command line is a switch, off unless given. default: None means unset,
+    and `unset` then says what happens. minimum, maximum: inclusive bounds of a number; above: an exclusive lower bound.
+    choices: the allowed strings.
     """
 
     name: str
@@ -30,6 +31,8 @@ class Setting:
     @property
     def bounds(self) -> str:
         """The allowed values in words, "" when anything of the kind is allowed."""
+        if self.kind is bool:
+            return "true, false"
         if self.choices:
             return ", ".join(self.choices)
         if self.above is not None:
@@ -41,7 +44,9 @@ class Setting:
     @property
     def default_text(self) -> str:
         """The default in words."""
-        return self.unset if self.default is None else str(self.default)
+        if self.default is None:
+            return self.unset
+        return str(self.default).lower() if self.kind is bool else str(self.default)
 
     def allows(self, value: Any) -> bool:
         """Whether `value`, of the right kind, is within the bounds."""
@@ -53,6 +58,9 @@ class Setting:
 
 
 PREFILL_MODES = ("deep", "batched", "serial")
+PRIORITIES = ("normal", "background")
+BATCHED_ROWS = 64
+MOST_LANES = 8  # that are allotted unasked
 SEED_LIMIT = 2**64
 COMPLETION_TOKENS = 16  # the reply limit that OpenAI's completions route has when a request names none
 MAX_STOPS = 16
@@ -86,6 +94,36 @@ THREADS = Setting("threads", int, None, "CPU threads of the kernels.", 1, 1024, 
 SEGMENT_ROWS = Setting(
     "segment_rows", int, 1024, "Prompt rows that one forward of deep prefill runs at most.", 1, 65536
 )
+PARALLEL = Setting(
+    "parallel",
+    int,
+    None,
+    "Requests that are served at the same time; further ones wait.",
+    1,
+    256,
+    unset=f"what memory allows, at most {MOST_LANES}",
+)
+DECODE_SHARE = Setting(
+    "decode_share", int, 256, "Prompt rows that one forward runs at most while other requests' replies go on.", 1, 65536
+)
+MTP_DRAFTS = Setting("mtp_drafts", int, 3, "Longest draft of the MTP head, in tokens; 0 for none of them.", 0, 12)
+NO_DRAFTS = Setting("no_drafts", bool, False, "Draft nothing: one row a reply token, the same replies.")
+PROMPT_CACHE_GIB = Setting(
+    "prompt_cache_gib",
+    float,
+    1.0,
+    "Memory for states of earlier prompts and replies, to go on from, in GiB; 0 keeps none.",
+    0,
+    65536,
+)
+SPILL_DIR = Setting(
+    "spill_dir",
+    str,
+    None,
+    "Folder for kept states that the prompt cache has no room for, and for all of them at the end.",
+    unset="none",
+)
+SPILL_GIB = Setting("spill_gib", float, 8.0, "Disk space that kept states may take in that folder, in GiB.", above=0)
 QUEUE = Setting("queue", int, 64, "Requests that may wait; one more is answered with 503.", 1, 100_000)
 BODY_MIB = Setting("body_mib", int, 8, "Largest request body, in MiB; a larger one is answered with 413.", 1, 1024)
 GRACE = Setting("grace", float, 30.0, "Seconds that running replies get to finish after Ctrl-C or SIGTERM.", 0, 86_400)
@@ -108,12 +146,46 @@ REQUEST_SEGMENT_ROWS = replace(
     SEGMENT_ROWS,
     default=None,
     help="Prompt rows that one forward of this request runs at most; never changes the reply.",
-    unset="the server's for deep, 64 for batched",
+    unset=f"the server's for deep, {BATCHED_ROWS} for batched",
+)
+PRIORITY = Setting(
+    "priority",
+    str,
+    "normal",
+    "A background request runs only while no normal one does.",
+    choices=PRIORITIES,
+)
+DRAFT = Setting("draft", bool, True, "Whether drafts may speed the reply up; never changes it.")
+REUSE = Setting(
+    "reuse",
+    bool,
+    None,
+    "Whether to go on from a kept state instead of computing every prompt row; never changes the reply.",
+    unset="true, but false in a request that names `prefill` or `segment_rows`",
 )
 REPLY_TOKENS = replace(MAX_TOKENS, default=256, help="Longest reply, in tokens.", unset="")
 
-SERVER = (HOST, PORT, NAME, CONTEXT, MAX_TOKENS, MEMORY_GIB, THREADS, SEGMENT_ROWS, QUEUE, BODY_MIB, GRACE)
-REQUEST = (TEMPERATURE, TOP_K, TOP_P, MIN_P, SEED, PREFILL, REQUEST_SEGMENT_ROWS)
+SERVER = (
+    HOST,
+    PORT,
+    NAME,
+    CONTEXT,
+    MAX_TOKENS,
+    MEMORY_GIB,
+    THREADS,
+    PARALLEL,
+    SEGMENT_ROWS,
+    DECODE_SHARE,
+    MTP_DRAFTS,
+    NO_DRAFTS,
+    PROMPT_CACHE_GIB,
+    SPILL_DIR,
+    SPILL_GIB,
+    QUEUE,
+    BODY_MIB,
+    GRACE,
+)
+REQUEST = (TEMPERATURE, TOP_K, TOP_P, MIN_P, SEED, PREFILL, REQUEST_SEGMENT_ROWS, PRIORITY, DRAFT, REUSE)
 
 
 def markdown_table(settings: tuple[Setting, ...], as_flags: bool) -> str:
@@ -121,5 +193,6 @@ def markdown_table(settings: tuple[Setting, ...], as_flags: bool) -> str:
     lines = [f"| {'option' if as_flags else 'field'} | default | allowed | meaning |", "| --- | --- | --- | --- |"]
     for setting in settings:
         name = setting.flag if as_flags else setting.name
-        lines.append(f"| `{name}` | {setting.default_text} | {setting.bounds or 'any'} | {setting.help} |")
+        default = "off" if as_flags and setting.kind is bool else setting.default_text
+        lines.append(f"| `{name}` | {default} | {setting.bounds or 'any'} | {setting.help} |")
     return "\n".join(lines)

@@ -22,6 +22,8 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instea
 
 def option(setting: settings.Setting) -> Any:
     """The command-line option of a setting: its flag, bounds and help."""
+    if setting.kind is bool:
+        return typer.Option(setting.flag, help=setting.help)
     unset = f" Default: {setting.unset}." if setting.default is None and setting.unset else ""
     return typer.Option(
         setting.flag,
@@ -45,20 +47,19 @@ ContextOption = Annotated[int | None, option(settings.CONTEXT)]
 MemoryOption = Annotated[float | None, option(settings.MEMORY_GIB)]
 ThreadsOption = Annotated[int | None, option(settings.THREADS)]
 SegmentRowsOption = Annotated[int, option(settings.SEGMENT_ROWS)]
+MtpDraftsOption = Annotated[int, option(settings.MTP_DRAFTS)]
+NoDraftsOption = Annotated[bool, option(settings.NO_DRAFTS)]
 
 
-def open_engine(
-    folder: Path,
-    context: int | None = None,
-    memory_gib: float | None = None,
-    segment_rows: int = settings.SEGMENT_ROWS.default,
-    threads: int | None = None,
-    queue: int = settings.QUEUE.default,
-) -> "Engine":
-    """Load the checkpoint; IsobitError when it cannot be served."""
+def open_engine(folder: Path, **chosen: Any) -> "Engine":
+    """Load the checkpoint; IsobitError when it cannot be served.
+
+    chosen: fields of EngineSettings. Unless they say otherwise, there is one lane and nothing is kept, which is what a
+    command needs that sends one request after the other.
+    """
     from isobit.engine.engine import Engine, EngineSettings
 
-    return Engine(folder, EngineSettings(context, memory_gib, segment_rows, threads, queue))
+    return Engine(folder, EngineSettings(**{"parallel": 1, "prompt_cache_gib": 0.0, **chosen}))
 
 
 def follow(engine: "Engine", request: "Request") -> Iterator["Event"]:

@@ -15,6 +15,8 @@ from isobit.cli.common import (
     Folder,
     Json,
     MemoryOption,
+    MtpDraftsOption,
+    NoDraftsOption,
     ThreadsOption,
     follow,
     open_engine,
@@ -52,6 +54,8 @@ def generate(
     context: ContextOption = None,
     memory_gib: MemoryOption = None,
     threads: ThreadsOption = None,
+    mtp_drafts: MtpDraftsOption = settings.MTP_DRAFTS.default,
+    no_drafts: NoDraftsOption = settings.NO_DRAFTS.default,
     as_json: Json = False,
 ) -> None:
     """Write one reply to the terminal."""
@@ -59,7 +63,15 @@ def generate(
     if system is not None and not chat:
         raise IsobitError("--system needs the chat template: leave out --raw")
     largest = segment_rows or settings.SEGMENT_ROWS.default
-    engine = open_engine(folder, context, memory_gib, largest, threads)
+    engine = open_engine(
+        folder,
+        context=context,
+        memory_gib=memory_gib,
+        segment_rows=largest,
+        threads=threads,
+        mtp_drafts=mtp_drafts,
+        drafts=not no_drafts,
+    )
     try:
         from isobit.engine.request import Request, Sampling
 

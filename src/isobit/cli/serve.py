@@ -9,6 +9,8 @@ from isobit.cli.common import (
     ContextOption,
     Folder,
     MemoryOption,
+    MtpDraftsOption,
+    NoDraftsOption,
     SegmentRowsOption,
     ThreadsOption,
     open_engine,
@@ -27,7 +29,14 @@ def serve(
     max_tokens: Annotated[int | None, option(settings.MAX_TOKENS)] = None,
     memory_gib: MemoryOption = None,
     threads: ThreadsOption = None,
+    parallel: Annotated[int | None, option(settings.PARALLEL)] = None,
     segment_rows: SegmentRowsOption = settings.SEGMENT_ROWS.default,
+    decode_share: Annotated[int, option(settings.DECODE_SHARE)] = settings.DECODE_SHARE.default,
+    mtp_drafts: MtpDraftsOption = settings.MTP_DRAFTS.default,
+    no_drafts: NoDraftsOption = settings.NO_DRAFTS.default,
+    prompt_cache_gib: Annotated[float, option(settings.PROMPT_CACHE_GIB)] = settings.PROMPT_CACHE_GIB.default,
+    spill_dir: Annotated[str | None, option(settings.SPILL_DIR)] = None,
+    spill_gib: Annotated[float, option(settings.SPILL_GIB)] = settings.SPILL_GIB.default,
     queue: Annotated[int, option(settings.QUEUE)] = settings.QUEUE.default,
     body_mib: Annotated[int, option(settings.BODY_MIB)] = settings.BODY_MIB.default,
     grace: Annotated[float, option(settings.GRACE)] = settings.GRACE.default,
@@ -37,13 +46,29 @@ def serve(
     from isobit.serve import server
 
     with server.bind(host, port) as bound:
-        engine = open_engine(folder, context, memory_gib, segment_rows, threads, queue)
+        engine = open_engine(
+            folder,
+            context=context,
+            memory_gib=memory_gib,
+            segment_rows=segment_rows,
+            threads=threads,
+            queue=queue,
+            parallel=parallel,
+            decode_share=decode_share,
+            mtp_drafts=mtp_drafts,
+            drafts=not no_drafts,
+            prompt_cache_gib=prompt_cache_gib,
+            spill_dir=spill_dir,
+            spill_gib=spill_gib,
+        )
         try:
             from isobit.serve.app import ServerOptions, create_app
 
             options = ServerOptions(name or engine.name, max_tokens, body_mib * 2**20)
             url = server.url_of(bound)
-            ready = f"isobit: serving {options.name} at {url}/v1 (context {engine.context}); Ctrl-C stops"
+            lanes = engine.status().lanes
+            shown = f"context {engine.context}, {lanes} at a time"
+            ready = f"isobit: serving {options.name} at {url}/v1 ({shown}); Ctrl-C stops"
             server.run(create_app(engine, options), bound, grace, lambda: print(ready, flush=True), stop_with_stdin)
         finally:
             engine.close()

@@ -6,8 +6,8 @@ from isobit.engine import memory
 from isobit.errors import IsobitError
 from isobit.model.flash_next import FlashNext
 from isobit.model.state import pages_for
+from isobit.settings import MOST_LANES
 
-MOST_LANES = 8
 SMALL_SEGMENT = 64  # rows that the buffers should have room for before another lane is worth it
 
 
@@ -22,7 +22,7 @@ class Budget:
 
 
 def allot(model: FlashNext, limit: int, loaded: int, lanes: int | None, cache_bytes: int) -> Budget:
-    """Divide `limit` bytes, of which the weights take `loaded`; lanes None = as many as fit, at most 8.
+    """Divide `limit` bytes, of which the weights take `loaded`; lanes None = as many as fit, up to MOST_LANES.
 
     Raises IsobitError with the numbers when one lane with the whole context does not fit.
     """

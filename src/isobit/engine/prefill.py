@@ -1,9 +1,7 @@
 """How a prompt is cut into the segments of successive forwards. The cut never changes a byte of the reply."""
 
 from isobit.engine.request import PrefillMode
-
-BATCHED_ROWS = 64
-DEEP_ROWS = 1024
+from isobit.settings import BATCHED_ROWS
 
 
 def segment_limit(mode: PrefillMode, asked: int | None, default: int) -> int:
