@@ -69,8 +69,6 @@ def same(finished, alone):
 def everything_is_free(engine) -> bool:
     rounds = engine.rounds
     return rounds.state.free_slots == engine.budget.lanes and rounds.cache.free_pages(rounds.state.pages)
-        engine.rounds.state.pages
-    )
 
 
 def test_company_changes_nothing(engine, requests):

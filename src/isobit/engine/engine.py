@@ -48,9 +48,18 @@ class EngineStatus:
 
 
 class Engine:
-    """Serves one checkpoint. Raises IsobitError when the checkpoint cannot be served within the settings."""
+    """Serves one checkpoint. Raises IsobitError when the checkpoint cannot be served within the settings.
 
-    def __init__(self, folder: str | Path, settings: EngineSettings | None = None):
+    rounds: the class that computes them. model: the checkpoint's, when it is loaded already, for the same context.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        settings: EngineSettings | None = None,
+        rounds: type[Rounds] = Rounds,
+        model: FlashNext | None = None,
+    ):
         self.settings = settings = settings or EngineSettings()
         if settings.threads is not None:
             set_threads(settings.threads)
@@ -59,7 +68,7 @@ class Engine:
         self.config = checkpoint.config
         self.tokenizer = Tokenizer(folder)
         self.context = self._context(settings.context)
-        self.model = load_model(checkpoint, load_ops("cpu"), self.context)
+        self.model = model or load_model(checkpoint, load_ops("cpu"), self.context)
         loaded = memory.anonymous_resident()
         limit = int(settings.memory_gib * memory.GIB) if settings.memory_gib else loaded + memory.available()
         cache_bytes = int(settings.prompt_cache_gib * memory.GIB)
@@ -67,7 +76,7 @@ class Engine:
         state = self.model.new_state(self.budget.lanes, self.budget.pages)
         cache = PromptCache(state, cache_bytes, self._spill_store(checkpoint))
         drafter = Drafter(proposers(self.model, state, settings.mtp_drafts))
-        self.rounds = Rounds(self.model, state, cache, drafter, self.budget, settings)
+        self.rounds = rounds(self.model, state, cache, drafter, self.budget, settings)
         self.segment_rows, _ = self.rounds.fit(settings.segment_rows)
         self._waiting: deque[Ticket] = deque()
         self._work = threading.Condition()

@@ -1,0 +1,1 @@
+"""The exactness matrix: random requests under every way of computing them, compared byte for byte with the oracle."""
