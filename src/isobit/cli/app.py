@@ -10,6 +10,7 @@ from isobit.cli.bench import bench
 from isobit.cli.contract import contract
 from isobit.cli.convert import convert
 from isobit.cli.demo import demo
+from isobit.cli.exact import exact
 from isobit.cli.fidelity import fidelity
 from isobit.cli.generate import generate
 from isobit.cli.inspect import inspect
@@ -48,6 +49,7 @@ app.command()(synth)
 app.command()(convert)
 app.command()(fidelity)
 app.command()(contract)
+app.command()(exact)
 app.add_typer(bench)
 
 
