@@ -33,6 +33,10 @@ def _constant_lanes(value):
     return ir.Constant(VECTOR, [value] * LANES)
 
 
+def _all_lanes(builder, count):
+    return builder.icmp_signed("==", count, ir.Constant(count.type, LANES))
+
+
 @intrinsic
 def lanes_zero(typingctx):
     """All lanes +0."""
@@ -89,32 +93,49 @@ def lanes_store(typingctx, array, offset, value):
 
 @intrinsic
 def lanes_load_first(typingctx, array, offset, count):
-    """The first `count` lanes from memory, +0 in the others, which are not read."""
+    """The first `count` lanes from memory, +0 in the others, which are not read. Quick where it is all of them."""
     _require_float32_rows(array)
 
     def codegen(context, builder, signature, args):
         pointer = _element_pointer(context, builder, signature, args)
-        vector = cgutils.alloca_once_value(builder, _constant_lanes(0.0))
-        lanes = builder.bitcast(vector, _FLOAT.as_pointer())
-        with cgutils.for_range(builder, args[2]) as loop:
-            element = builder.load(builder.gep(pointer, [loop.index]), align=4)
-            builder.store(element, builder.gep(lanes, [loop.index]))
-        return builder.load(vector)
+        with builder.if_else(_all_lanes(builder, args[2]), likely=True) as (whole, part):
+            with whole:
+                all_values = builder.load(_vector_pointer(context, builder, signature, args), align=4)
+                after_whole = builder.block
+            with part:
+                vector = cgutils.alloca_once(builder, VECTOR)
+                builder.store(_constant_lanes(0.0), vector)
+                lanes = builder.bitcast(vector, _FLOAT.as_pointer())
+                with cgutils.for_range(builder, args[2]) as loop:
+                    element = builder.load(builder.gep(pointer, [loop.index]), align=4)
+                    builder.store(element, builder.gep(lanes, [loop.index]))
+                first_values = builder.load(vector)
+                after_part = builder.block
+        value = builder.phi(VECTOR)
+        value.add_incoming(all_values, after_whole)
+        value.add_incoming(first_values, after_part)
+        return value
 
     return lanes_type(array, types.intp, types.intp), codegen
 
 
 @intrinsic
 def lanes_store_first(typingctx, array, offset, value, count):
-    """Write the first `count` lanes only."""
+    """Write the first `count` lanes only. Quick where it is all of them."""
     _require_float32_rows(array)
 
     def codegen(context, builder, signature, args):
         pointer = _element_pointer(context, builder, signature, args)
-        lanes = builder.bitcast(cgutils.alloca_once_value(builder, args[2]), _FLOAT.as_pointer())
-        with cgutils.for_range(builder, args[3]) as loop:
-            element = builder.load(builder.gep(lanes, [loop.index]))
-            builder.store(element, builder.gep(pointer, [loop.index]), align=4)
+        with builder.if_else(_all_lanes(builder, args[3]), likely=True) as (whole, part):
+            with whole:
+                builder.store(args[2], _vector_pointer(context, builder, signature, args), align=4)
+            with part:
+                vector = cgutils.alloca_once(builder, VECTOR)
+                builder.store(args[2], vector)
+                lanes = builder.bitcast(vector, _FLOAT.as_pointer())
+                with cgutils.for_range(builder, args[3]) as loop:
+                    element = builder.load(builder.gep(lanes, [loop.index]))
+                    builder.store(element, builder.gep(pointer, [loop.index]), align=4)
         return context.get_dummy_value()
 
     return types.void(array, types.intp, lanes_type, types.intp), codegen

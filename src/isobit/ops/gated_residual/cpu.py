@@ -1,37 +1,61 @@
 """Gated residual streams on the CPU."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numba import njit
 
 from isobit.ops.buffers import empty
-from isobit.ops.linear.cpu import linear
+from isobit.ops.gated_residual import blockwise
+from isobit.ops.linear.blocks import BLOCK, ROW_BYTES
+from isobit.ops.linear.cpu import SMALL_WORK, LinearHandle, linear
+from isobit.ops.linear.product import BIAS, INPUT_SCALES
 from isobit.ops.norm.cpu import group_norm
-from isobit.ops.scalar import fma32, sigmoid32, silu32
+from isobit.ops.scalar import fma32
 from isobit.ops.work import run_split
 
 __all__ = ["add_streams", "expand_streams", "gated_read", "gated_write", "prepare_gated_residual"]
 
-TWO = np.float32(2.0)
+BY_ROW_COUNT, LAYER_BY_LAYER, BLOCKWISE = 0, 1, 2  # how to read; the first is what the model uses
+MANY_ROWS = 16  # from which on rows are shared out among threads
+NEAR_BYTES = 1 << 18  # of normed streams that stay in a core's cache
+LEAST_NEAR_ROWS, MOST_NEAR_ROWS = 24, 48
 
 
 @dataclass(frozen=True)
 class GatedResidual:
-    """One read site: norm_weight float32 [S*H], and the handles of its linear layers."""
+    """One read site: norm_weight float32 [S*H], and its linear layers.
+
+    plain: whether all layers are plain and without bias. row_work: multiply-adds of one row in the largest of them.
+    """
 
     norm_weight: np.ndarray
-    down: Any
-    up: Any
-    inject: Any
+    down: LinearHandle
+    up: LinearHandle
+    inject: LinearHandle | None
     streams: int
     eps: float
+    plain: bool
+    row_work: int
+    near_rows: int
 
 
-def prepare_gated_residual(norm_weight: np.ndarray, down, up, inject, streams: int, eps: float) -> GatedResidual:
+def prepare_gated_residual(
+    norm_weight: np.ndarray, down: LinearHandle, up: LinearHandle, inject: LinearHandle | None, streams: int, eps: float
+) -> GatedResidual:
     """A read site from its norm weight [S*H] and linear handles; `inject` is None where nothing is written back."""
-    return GatedResidual(np.array(norm_weight, np.float32), down, up, inject, streams, eps)
+    layers = [layer for layer in (down, up, inject) if layer is not None]
+    return GatedResidual(
+        norm_weight=np.array(norm_weight, np.float32),
+        down=down,
+        up=up,
+        inject=inject,
+        streams=streams,
+        eps=eps,
+        plain=streams <= BLOCK and not any(layer.record[INPUT_SCALES] or layer.record[BIAS] for layer in layers),
+        row_work=max(layer.in_features * layer.out_features for layer in layers),
+        near_rows=min(max(NEAR_BYTES // (-(-norm_weight.size // BLOCK) * ROW_BYTES), LEAST_NEAR_ROWS), MOST_NEAR_ROWS),
+    )
 
 
 def expand_streams(x: np.ndarray, streams: int) -> np.ndarray:
@@ -41,18 +65,41 @@ def expand_streams(x: np.ndarray, streams: int) -> np.ndarray:
     return out
 
 
-def gated_read(streams: np.ndarray, site: GatedResidual) -> tuple[np.ndarray, np.ndarray | None]:
-    """What a block reads and how it writes back: [R, S, H] -> input [R, H], injection [R, S] or None."""
+def gated_read(
+    streams: np.ndarray, site: GatedResidual, how: int = BY_ROW_COUNT
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """What a block reads and how it writes back: [R, S, H] -> input [R, H], injection [R, S] or None.
+
+    `how` is for the contract and changes no byte. Raises KeyError when the site's layers rule it out.
+    """
+    if how == BLOCKWISE and not site.plain:
+        raise KeyError("blockwise reading needs plain linear layers")
+    rows, count, hidden = streams.shape
+    mixed = empty((rows, hidden))
+    injection = empty((rows, 0 if site.inject is None else count))
+    if how == BLOCKWISE or (how == BY_ROW_COUNT and _is_blockwise(rows, site)):
+        records = [layer.record for layer in (site.down, site.up, site.inject or site.down)]
+        arguments = streams, site.norm_weight, np.float32(site.eps), *records, site.near_rows, mixed, injection
+        run_split(blockwise.read_rows, rows * site.row_work, rows, *arguments)
+    else:
+        _read_layer_by_layer(streams, site, mixed, injection)
+    return mixed, None if site.inject is None else injection
+
+
+def _is_blockwise(rows: int, site: GatedResidual) -> bool:
+    """Whether to share the work out by rows, and not each layer's by columns."""
+    return site.plain and (rows >= MANY_ROWS or rows * site.row_work < SMALL_WORK)
+
+
+def _read_layer_by_layer(streams: np.ndarray, site: GatedResidual, mixed: np.ndarray, injection: np.ndarray) -> None:
     rows, count, hidden = streams.shape
     normed = group_norm(streams, site.norm_weight, count, site.eps)
     flat = normed.reshape(rows, count * hidden)
     low = linear(flat, site.down)
     run_split(low_rows, low.size, rows, low, np.float32(count))
     up = linear(low, site.up)
-    mixed = empty((rows, hidden))
-    injection = empty((rows, 0)) if site.inject is None else linear(flat, site.inject)
-    run_split(mix_rows, streams.size, rows, normed, up, mixed, injection)
-    return mixed, None if site.inject is None else injection
+    written = injection if site.inject is None else linear(flat, site.inject)
+    run_split(mix_rows, streams.size, rows, normed, up, written, mixed, injection)
 
 
 def gated_write(streams: np.ndarray, injection: np.ndarray, y: np.ndarray) -> None:
@@ -68,26 +115,21 @@ def add_streams(streams: np.ndarray, x: np.ndarray) -> None:
 @njit(nogil=True, cache=True, error_model="numpy")
 def low_rows(low, streams, first, last):
     """silu(low / streams) in place, rows first to last - 1 of [R, rank]."""
+    rank = low.shape[1]
     for row in range(first, last):
-        for i in range(low.shape[1]):
-            low[row, i] = silu32(low[row, i] / streams)
+        blockwise.activate(low, row * rank, rank, streams)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def mix_rows(normed, up, mixed, injection, first, last):
-    """mixed [R, H] from normed [R, S, H] and up [R, S*H]; 2 * sigmoid(injection / S) in place, [R, S] or [R, 0]."""
+def mix_rows(normed, up, written, mixed, injection, first, last):
+    """mixed [R, H] from normed [R, S, H] and up [R, S*H]; injection from `written`, both [R, S] or [R, 0]."""
     streams, hidden = normed.shape[1], normed.shape[2]
-    divisor = np.float32(streams)
     for row in range(first, last):
-        for i in range(hidden):
-            mixed[row, i] = sigmoid32(up[row, i]) * normed[row, 0, i]
-        for stream in range(1, streams):
-            for i in range(hidden):
-                mixed[row, i] += sigmoid32(up[row, stream * hidden + i]) * normed[row, stream, i]
-        for i in range(hidden):
-            mixed[row, i] = mixed[row, i] / divisor
-        for stream in range(injection.shape[1]):
-            injection[row, stream] = TWO * sigmoid32(injection[row, stream] / divisor)
+        for stream in range(streams):
+            at = (row * streams + stream) * hidden
+            blockwise.mix(up, at, normed, at, hidden, stream, streams, mixed, row * hidden)
+        count = injection.shape[1]
+        blockwise.write_injection(written, row * count, count, streams, injection, row * count)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")

@@ -4,7 +4,7 @@ import numpy as np
 from numba import njit
 
 from isobit.ops.buffers import empty
-from isobit.ops.lanes import LANES, lane_dot_at, lanes_load, lanes_load_first, lanes_store, lanes_store_first
+from isobit.ops.lanes import LANES, lane_dot_at, lanes_load_first, lanes_store_first
 from isobit.ops.scalar import ONE, rsqrt32, scalar_function
 from isobit.ops.work import run_split
 
@@ -29,13 +29,10 @@ def group_norm(x: np.ndarray, weight: np.ndarray, groups: int, eps: float) -> np
 @scalar_function
 def scale_at(x, x_at, inverse, weight, weight_at, count, out, out_at):
     """out = (x * inverse) * (1 + weight) for `count` elements from flat offsets of C-contiguous float32 arrays."""
-    whole = count - count % LANES
-    for i in range(0, whole, LANES):
-        lanes_store(out, out_at + i, (lanes_load(x, x_at + i) * inverse) * (ONE + lanes_load(weight, weight_at + i)))
-    if whole < count:
-        left = count - whole
-        weights = ONE + lanes_load_first(weight, weight_at + whole, left)
-        lanes_store_first(out, out_at + whole, (lanes_load_first(x, x_at + whole, left) * inverse) * weights, left)
+    for i in range(0, count, LANES):
+        some = min(LANES, count - i)
+        factor = ONE + lanes_load_first(weight, weight_at + i, some)
+        lanes_store_first(out, out_at + i, (lanes_load_first(x, x_at + i, some) * inverse) * factor, some)
 
 
 @scalar_function
