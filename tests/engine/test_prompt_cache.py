@@ -35,6 +35,13 @@ def keep(cache, tokens, kind="prompt", with_logits=False) -> None:
     cache.pool.close(stream)
 
 
+def assert_restores(cache, tokens) -> None:
+    """An entry's state is that of its tokens, whatever was written since."""
+    stream = cache.pool.restore(cache._tree.find(tokens).value.kept)
+    assert cache.pool.digest(stream) == digest_after(tokens)
+    cache.pool.close(stream)
+
+
 def resident(cache) -> dict[tuple[int, ...], bool]:
     """The sequences in memory, and whether their last logits are there."""
     return {tuple(node.tokens().tolist()): node.value.logits is not None for node in cache._tree}
@@ -137,9 +144,10 @@ def test_lookups_give_the_largest_row_ever_kept_when_there_is_room(requests):
     pages=st.integers(10, 16),
     spilled_entries=st.integers(0, 6),
     restarts=st.sets(st.integers(0, 5)),
+    evictions=st.sets(st.integers(0, 5)),
 )
 def test_budgets_hold_and_evicted_states_come_back_the_same(
-    tmp_path_factory, requests, entries, pages, spilled_entries, restarts
+    tmp_path_factory, requests, entries, pages, spilled_entries, restarts, evictions
 ):
     """With few pages, little memory and a small disk, any lookup finds the largest row that is held anywhere."""
     folder = tmp_path_factory.mktemp("spill")
@@ -152,6 +160,10 @@ def test_budgets_hold_and_evicted_states_come_back_the_same(
         Serving(cache).serve(tokens, cuts, kinds, with_logits, largest)
         Serving(cache).check()
         assert sum(path.stat().st_size for path in folder.glob("*.safetensors")) == cache.spill.nbytes <= disk_limit
+        for tokens in [*resident(cache)] if number % 2 else []:
+            assert_restores(cache, tokens)
+        if number in evictions:
+            cache.evict_all()
         if number in restarts:
             before = {**resident(cache), **spilled(cache)}
             cache.close()
@@ -373,8 +385,28 @@ def test_states_read_back_share_pages_with_those_in_memory(tmp_path):
     hit = cache.lookup([*BASE[:150], 7])
     assert hit.rows == 150
     assert pool.free_pages == free - 1
-    stream = cache.restore(hit)
-    assert pool.digest(stream) == digest_after(BASE[:150])
+    cache.release(hit)
+    donor = cache._tree.find([*BASE[:140], 7, 7]).value
+    cache._evict(donor)
+    keep(cache, unrelated(9, 200))
+    assert_restores(cache, BASE[:150])
+    Serving(cache).check()
+
+
+@pytest.mark.parametrize("other_in_memory", [True, False])
+@pytest.mark.parametrize("shared", [63, 64, 65, 128])
+def test_a_shared_page_ends_before_the_row_that_the_next_token_completes(tmp_path, shared, other_in_memory):
+    """The MTP head's row i needs token i + 1: prompts that part there share nothing from row i on."""
+    pool = tiny_pool()
+    cache = PromptCache(pool, AMPLE, SpillStore(tmp_path, AMPLE, "checkpoint"))
+    one, other = ([*BASE[:shared], token, *BASE[:70]] for token in (8, 9))
+    keep(cache, one)
+    cache.evict_all()
+    keep(cache, other)
+    if not other_in_memory:
+        cache.evict_all()
+    for tokens in (one, other):
+        assert pool.digest(cache.restore(cache.lookup([*tokens, 7]))) == digest_after(tokens)
 
 
 @pytest.mark.parametrize("kind", ["state", "rows"])

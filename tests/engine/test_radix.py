@@ -61,8 +61,8 @@ def test_edges_stay_compressed_and_nodes_know_what_is_above(actions):
         node = pending.pop()
         for first, child in node.children.items():
             assert child.parent is node
-            assert child.edge[0] == first
-            assert child.rows == node.rows + len(child.edge)
+            assert child.edge.startswith(first)
+            assert child.rows * 4 == node.rows * 4 + len(child.edge)
         assert node.parent is None or node.value is not None or len(node.children) > 1
         pending.extend(node.children.values())
 

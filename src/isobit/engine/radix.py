@@ -7,22 +7,23 @@ import numpy as np
 
 Value = TypeVar("Value")
 Tokens = Sequence[int] | np.ndarray
+TOKEN_BYTES = 4
 
 
 class Node(Generic[Value]):
-    """A row of some sequence. `edge`: int32, the tokens between the parent's row and this one.
+    """A row of some sequence. `edge`: the tokens between the parent's row and this one, int32 as bytes.
 
     A node lives as long as its value is in the tree, whatever is inserted or removed beside it.
     """
 
     __slots__ = ("children", "edge", "parent", "rows", "value")
 
-    def __init__(self, edge: np.ndarray, rows: int, parent: "Node[Value] | None", value: Value | None = None):
+    def __init__(self, edge: bytes, rows: int, parent: "Node[Value] | None", value: Value | None = None):
         self.edge = edge
         self.rows = rows
         self.parent = parent
         self.value = value
-        self.children: dict[int, Node[Value]] = {}
+        self.children: dict[bytes, Node[Value]] = {}
 
     def above(self) -> "Node[Value] | None":
         """The nearest node towards the root that has a value."""
@@ -37,17 +38,17 @@ class Node(Generic[Value]):
         while node.parent is not None:
             edges.append(node.edge)
             node = node.parent
-        return np.concatenate(edges[::-1]) if edges else np.empty(0, np.int32)
+        return np.frombuffer(b"".join(edges[::-1]), np.int32)
 
 
 class RadixTree(Generic[Value]):
-    """Values by token sequence, one node a value or branch; a mismatch is found by comparing whole edges.
+    """Values by token sequence, one node a value or branch; edges are compared as bytes, whole.
 
     Every leaf has a value, and a node without one has at least two children (the root aside).
     """
 
     def __init__(self) -> None:
-        self._root: Node[Value] = Node(np.empty(0, np.int32), 0, None)
+        self._root: Node[Value] = Node(b"", 0, None)
 
     def insert(self, tokens: Tokens, value: Value) -> Node[Value]:
         """Put a value at the end of `tokens` (at least one), in the place of one that is there."""
@@ -58,8 +59,8 @@ class RadixTree(Generic[Value]):
         if node.rows > matched:
             node = self._split(node, matched)
         if matched < len(sequence):
-            leaf = Node(sequence[matched:].copy(), len(sequence), node, value)
-            node.children[int(leaf.edge[0])] = leaf
+            leaf = Node(sequence[matched:].tobytes(), len(sequence), node, value)
+            node.children[leaf.edge[:TOKEN_BYTES]] = leaf
             return leaf
         node.value = value
         return node
@@ -93,7 +94,7 @@ class RadixTree(Generic[Value]):
         node.value = None
         parent = node.parent
         if not node.children and parent is not None:
-            del parent.children[int(node.edge[0])]
+            del parent.children[node.edge[:TOKEN_BYTES]]
             self._merge(parent)
         else:
             self._merge(node)
@@ -109,14 +110,13 @@ class RadixTree(Generic[Value]):
 
     def _descend(self, sequence: np.ndarray) -> tuple[Node[Value], int]:
         """The deepest node whose edge `sequence` enters, and how many tokens it shares with that node's sequence."""
+        data, place = sequence.tobytes(), 0
         node = self._root
-        while node.rows < len(sequence):
-            child = node.children.get(int(sequence[node.rows]))
-            if child is None:
-                break
-            shared = shared_prefix(child.edge, sequence[node.rows :])
-            if shared < len(child.edge):
-                return child, node.rows + shared
+        while (child := node.children.get(data[place : place + TOKEN_BYTES])) is not None:
+            if not data.startswith(child.edge, place):
+                edge = np.frombuffer(child.edge, np.int32)
+                return child, node.rows + shared_prefix(edge, sequence[node.rows :])
+            place += len(child.edge)
             node = child
         return node, node.rows
 
@@ -124,12 +124,12 @@ class RadixTree(Generic[Value]):
         """Cut the edge of `node` at `rows`; the upper part is the new node."""
         parent = node.parent
         assert parent is not None
-        length = rows - parent.rows
-        upper = Node[Value](node.edge[:length].copy(), rows, parent)
-        parent.children[int(upper.edge[0])] = upper
-        node.edge = node.edge[length:].copy()
+        cut = (rows - parent.rows) * TOKEN_BYTES
+        upper = Node[Value](node.edge[:cut], rows, parent)
+        parent.children[upper.edge[:TOKEN_BYTES]] = upper
+        node.edge = node.edge[cut:]
         node.parent = upper
-        upper.children[int(node.edge[0])] = node
+        upper.children[node.edge[:TOKEN_BYTES]] = node
         return upper
 
     def _merge(self, node: Node[Value]) -> None:
@@ -137,9 +137,9 @@ class RadixTree(Generic[Value]):
         if node.parent is None or node.value is not None or len(node.children) != 1:
             return
         (child,) = node.children.values()
-        child.edge = np.concatenate([node.edge, child.edge])
+        child.edge = node.edge + child.edge
         child.parent = node.parent
-        node.parent.children[int(child.edge[0])] = child
+        node.parent.children[child.edge[:TOKEN_BYTES]] = child
 
 
 def as_tokens(tokens: Tokens) -> np.ndarray:
