@@ -1,6 +1,7 @@
 """config.json: what is accepted, in which spellings, and that everything else is refused by name."""
 
 import json
+import os
 
 import pytest
 
@@ -137,6 +138,15 @@ REFUSED = {
     "empty gate": ({"output_gate_type": ""}, 'output_gate_type is ""'),
     "text model": ({"model_type": "llama"}, 'text_config.model_type is "llama"'),
 }
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_a_pipe_in_place_of_a_config_is_refused_without_waiting(tmp_path, name):
+    save(tmp_path, config_json())
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(CheckpointError, match=f"{name}: is no regular file"):
+        load_stop_tokens(tmp_path, load_config(tmp_path))
 
 
 def test_a_long_wrong_value_is_cut(tmp_path):

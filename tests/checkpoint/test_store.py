@@ -147,11 +147,12 @@ MALFORMED = {
     "a name twice": (raw_file(b'{"a": 1, "a": 2}'), "occurs twice"),
     "no shape": (raw_file({"a": {"dtype": "U8", "data_offsets": [0, 0]}}), "without dtype, shape"),
     "entry is a number": (raw_file({"a": 3}), "without dtype, shape"),
+    "65 axes": (raw_file({"a": entry(0, 1, shape=[1] * 65)}, b"x"), "expected up to 64 sizes"),
     "unknown dtype": (raw_file({"a": entry(0, 1, "F4")}, b"x"), "unknown dtype 'F4'"),
     "dtype is a list": (raw_file({"a": entry(0, 1, ["U8"])}, b"x"), "unknown dtype"),
-    "negative size": (raw_file({"a": entry(0, 1, shape=[-1])}, b"x"), "no list of sizes"),
-    "fractional size": (raw_file({"a": entry(0, 1, shape=[1.0])}, b"x"), "no list of sizes"),
-    "true as a size": (raw_file({"a": entry(0, 1, shape=[True])}, b"x"), "no list of sizes"),
+    "negative size": (raw_file({"a": entry(0, 1, shape=[-1])}, b"x"), "expected up to 64 sizes"),
+    "fractional size": (raw_file({"a": entry(0, 1, shape=[1.0])}, b"x"), "expected up to 64 sizes"),
+    "true as a size": (raw_file({"a": entry(0, 1, shape=[True])}, b"x"), "expected up to 64 sizes"),
     "offsets backwards": (raw_file({"a": {"dtype": "U8", "shape": [1], "data_offsets": [1, 0]}}, b"x"), "data_offsets"),
     "three offsets": (raw_file({"a": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1, 2]}}, b"x"), "data_offsets"),
     "shape and offsets disagree": (raw_file({"a": entry(0, 3, "I16", [2])}, b"xyz"), "takes 4 bytes"),
@@ -161,6 +162,22 @@ MALFORMED = {
     "data cut off": (raw_file({"a": entry(0, 4)}, b"xy"), "truncated"),
     "data left over": (raw_file({"a": entry(0, 1)}, b"xy"), "nothing claims"),
 }
+
+
+def test_a_pipe_or_folder_in_place_of_a_file_is_refused_without_waiting(tmp_path):
+    for make in (os.mkfifo, os.mkdir):
+        path = tmp_path / f"{make.__name__}.safetensors"
+        make(path)
+        with pytest.raises(CheckpointError, match="is no regular file"):
+            TensorStore(tmp_path)
+        path.rename(tmp_path / make.__name__)
+
+
+def test_a_long_wrong_shape_is_cut_in_the_message(tmp_path):
+    (tmp_path / "a.safetensors").write_bytes(raw_file({"a": entry(0, 1, shape=[1] * 100_000)}, b"x"))
+    with pytest.raises(CheckpointError) as caught:
+        TensorStore(tmp_path)
+    assert len(str(caught.value)) < 300 + len(str(tmp_path))
 
 
 @pytest.mark.parametrize("case", MALFORMED)

@@ -355,6 +355,8 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not path.parent.is_dir():
         problem = "is not a folder" if path.parent.exists() else "does not exist"
         raise CheckpointError(f"{path.parent} {problem}; expected a checkpoint folder")
+    if path.exists() and not path.is_file():
+        raise CheckpointError(f"{path}: is no regular file; download or convert the checkpoint again")
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

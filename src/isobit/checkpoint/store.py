@@ -46,6 +46,8 @@ FORMAT_NAMES: dict[np.dtype, str] = {
     kind: name for name, kind in NUMPY_TYPES.items() if name not in ("BF16", "F8_E4M3", "F8_E5M2")
 }
 HEADER_LIMIT = 100_000_000  # bytes; the safetensors package refuses longer headers too
+MAX_AXES = 64  # NumPy's
+SHOWN = 80  # characters of a wrong value that a message repeats
 READ_BYTES = 1 << 30  # one pread cannot return more than 2 GiB
 
 
@@ -172,6 +174,9 @@ class _File:
         self.path = path
         self._map: mmap.mmap | None = None
         self._lock = threading.Lock()
+        # Opening a pipe would wait for a writer.
+        if path.exists() and not path.is_file():
+            raise self._bad("is no regular file")
         try:
             self._descriptor: int | None = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
         except OSError as error:
@@ -252,12 +257,12 @@ class _File:
         dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
         if not isinstance(dtype, str) or dtype not in NUMPY_TYPES:
             raise CheckpointError(
-                f"{self.path}: tensor {name} has the unknown dtype {dtype!r}; expected one of {', '.join(NUMPY_TYPES)}"
+                f"{self.path}: tensor {name} has the unknown dtype {_shown(dtype)}; expected one of {', '.join(NUMPY_TYPES)}"
             )
-        if not _counts(shape):
-            raise self._bad(f"gives tensor {name} the shape {shape!r}, which is no list of sizes")
+        if not _counts(shape) or len(shape) > MAX_AXES:
+            raise self._bad(f"gives tensor {name} the shape {_shown(shape)}, expected up to {MAX_AXES} sizes")
         if not _counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-            raise self._bad(f"gives tensor {name} the data_offsets {offsets!r}, expected [begin, end]")
+            raise self._bad(f"gives tensor {name} the data_offsets {_shown(offsets)}, expected [begin, end]")
         nbytes = math.prod(shape) * NUMPY_TYPES[dtype].itemsize
         if offsets[1] - offsets[0] != nbytes:
             raise self._bad(
@@ -480,6 +485,11 @@ def _layout(
 def _aligned_order(tensors: Mapping[str, tuple[str, Sequence[int]]]) -> Iterator[str]:
     """Wide types first, so that every tensor lies at a multiple of its item size."""
     yield from sorted(tensors, key=lambda name: (-NUMPY_TYPES[tensors[name][0]].itemsize, name))
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= SHOWN else text[: SHOWN - 3] + "..."
 
 
 def _counts(values: Any) -> bool:
