@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from isobit.checkpoint.synth_text import ADDED_IDS, text_files
-from isobit.checkpoint.tokenizer import Tokenizer
+from isobit.checkpoint.tokenizer import FIRST_BORDERS, LAST_BORDERS, Tokenizer
 from isobit.errors import CheckpointError, RequestError
 
 CONVERSATIONS = {
@@ -167,6 +167,45 @@ def test_the_synthetic_template_is_chatml(tokenizer):
     tokens = tokenizer.chat(CONVERSATIONS["one turn"])
     assert tokens[0] == ADDED_IDS["<|im_start|>"]
     assert tokens.count(ADDED_IDS["<|im_end|>"]) == 1
+
+
+def borders_by_tokens(tokenizer, messages, tools, ids) -> tuple[int, ...]:
+    """The ends of messages by encoding every beginning of the conversation."""
+    parts = [tokenizer.chat(messages[:count], tools, add_generation_prompt=False) for count in range(len(messages) + 1)]
+    return tuple(sorted({len(part) for part in parts if part and part == ids[: len(part)] and part != ids}))
+
+
+@pytest.mark.parametrize("tools", [None, TOOLS], ids=["plain", "tools"])
+@pytest.mark.parametrize("messages", CONVERSATIONS.values(), ids=CONVERSATIONS)
+def test_borders_are_where_messages_end(tokenizer, messages, tools):
+    ids, borders = tokenizer.chat_with_borders(messages, tools)
+    assert ids == tokenizer.chat(messages, tools)
+    assert borders == borders_by_tokens(tokenizer, messages, tools, ids)
+    assert len(borders) >= len(messages) - 2
+
+
+def test_borders_of_a_long_conversation_are_the_first_and_the_last(tokenizer):
+    turns = [{"role": "user", "content": str(turn)} for turn in range(60)]
+    ids, borders = tokenizer.chat_with_borders(turns)
+    every = borders_by_tokens(tokenizer, turns, None, ids)
+    assert borders == every[:FIRST_BORDERS] + every[-LAST_BORDERS:]
+
+
+def test_a_template_that_wants_a_user_still_shows_where_the_system_message_ends(folder):
+    template = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + ':' + m.content }}{% endfor %}"
+        "{% if not messages or messages[-1].role != 'user' %}{{ raise_exception('no user') }}{% endif %}"
+    )
+    tokenizer = use_template(folder, template)
+    ids, borders = tokenizer.chat_with_borders(CONVERSATIONS["system"])
+    assert [tokenizer.decode(ids[:border]) for border in borders] == ["system:Be brief.user:"]
+
+
+def test_a_border_within_a_token_is_left_out(merged, folder):
+    shutil.copy(merged / "tokenizer.json", folder)
+    tokenizer = use_template(folder, "{% for m in messages %}{{ m.content }}{% endfor %}")
+    ids, borders = tokenizer.chat_with_borders([{"role": "user", "content": text} for text in ("x", "na", "ïve token")])
+    assert [tokenizer.decode(ids[:border]) for border in borders] == ["x"]
 
 
 def test_text_parts_are_joined(tokenizer):

@@ -2,6 +2,7 @@
 
 import codecs
 import json
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
@@ -19,6 +20,8 @@ from isobit.errors import CheckpointError, RequestError
 Message = Mapping[str, Any]
 
 AGAIN = "download the checkpoint again"
+FIRST_BORDERS, LAST_BORDERS = 8, 24
+PROBE = ({"role": "user", "content": ""},)  # follows messages that a template refuses to end with, such as a system's
 NAMED_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")  # of tokenizer_config.json, known to templates
 
 
@@ -64,7 +67,7 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text. Special tokens that are spelled out in it become these tokens, as in Hugging Face."""
-        return self._encode(text, add_special_tokens=True)
+        return self._encode(text, add_special_tokens=True).ids
 
     def chat(
         self,
@@ -75,7 +78,24 @@ class Tokenizer:
     ) -> list[int]:
         """The ids of a conversation in the checkpoint's chat template; arguments as in `render`."""
         text = self.render(messages, tools, add_generation_prompt, **kwargs)
-        return self._encode(text, add_special_tokens=False)
+        return self._encode(text, add_special_tokens=False).ids
+
+    def chat_with_borders(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None, **kwargs: Any
+    ) -> tuple[list[int], tuple[int, ...]]:
+        """The ids of a conversation that asks for a reply, and how many of them there are at the end of each message.
+
+        Of a long conversation, those of the FIRST_BORDERS first and LAST_BORDERS last messages. Left out is the end of
+        a message that is rendered in another way when no others follow, or that lies within a token.
+        """
+        text = self.render(messages, tools, **kwargs)
+        encoding = self._encode(text, add_special_tokens=False)
+        offsets = encoding.offsets
+        counts = range(0 if tools else 1, len(messages) + 1)
+        wanted = sorted({*counts[:FIRST_BORDERS], *counts[-LAST_BORDERS:]})
+        ends = [self._rendered_length(text, messages[:count], tools, kwargs) for count in wanted]
+        borders = {_tokens_before(end, offsets) for end in ends}
+        return encoding.ids, tuple(sorted(borders - {0, len(encoding.ids)}))
 
     def render(
         self,
@@ -127,13 +147,29 @@ class Tokenizer:
         """A decoder for one reply, token by token."""
         return Detokenizer(self)
 
-    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+    def _rendered_length(
+        self, text: str, first: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, kwargs: Mapping[str, Any]
+    ) -> int:
+        """How many characters of a rendered conversation its first messages take; 0 if that cannot be told."""
+        try:
+            part = self.render(first, tools, add_generation_prompt=False, **kwargs)
+            return len(part) if text.startswith(part) else 0
+        except RequestError:
+            pass
+        try:
+            part = self.render([*first, *PROBE], tools, add_generation_prompt=False, **kwargs)
+        except RequestError:
+            return 0
+        differing = (place for place, (one, other) in enumerate(zip(text, part, strict=False)) if one != other)
+        return next(differing, min(len(text), len(part)))
+
+    def _encode(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
         try:
             text.encode()
         except UnicodeEncodeError as error:
             problem = f"half of a surrogate pair at character {error.start}, which no UTF-8 text can hold"
             raise RequestError(f"the text has {problem}; remove it or send the whole character") from None
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     @cached_property
     def _named_tokens(self) -> dict[str, str]:
@@ -160,6 +196,12 @@ class Detokenizer:
     def finish(self) -> str:
         """What is left when no more tokens come: U+FFFD for an unfinished character, else ""."""
         return self._decoder.decode(b"", final=True)
+
+
+def _tokens_before(end: int, offsets: Sequence[tuple[int, int]]) -> int:
+    """How many tokens lie before a character, 0 if one covers it; offsets: of each token's first and last character."""
+    count = bisect_left(offsets, (end, end))
+    return count if count and offsets[count - 1][1] <= end else 0
 
 
 def _load(path: Path) -> tokenizers.Tokenizer:
@@ -193,10 +235,12 @@ def _optional_json(path: Path) -> dict[str, Any]:
 
 
 def _optional_text(path: Path) -> str | None:
+    if not path.exists():
+        return None
+    if not path.is_file():
+        raise CheckpointError(f"{path}: is no regular file; {AGAIN}")
     try:
         return path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return None
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
     except UnicodeDecodeError as error:
