@@ -257,7 +257,8 @@ class _File:
         dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
         if not isinstance(dtype, str) or dtype not in NUMPY_TYPES:
             raise CheckpointError(
-                f"{self.path}: tensor {name} has the unknown dtype {_shown(dtype)}; expected one of {', '.join(NUMPY_TYPES)}"
+                f"{self.path}: tensor {name} has the unknown dtype {_shown(dtype)}; "
+                f"expected one of {', '.join(NUMPY_TYPES)}"
             )
         if not _counts(shape) or len(shape) > MAX_AXES:
             raise self._bad(f"gives tensor {name} the shape {_shown(shape)}, expected up to {MAX_AXES} sizes")
