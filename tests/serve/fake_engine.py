@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from isobit.engine.lane import token_hash
+from isobit.engine.origin import Origin
 from isobit.engine.request import Event, Finished, PromptProgress, Request, Timings, TokenEvent
 from isobit.errors import QueueFullError, RequestError
 
@@ -40,8 +41,10 @@ class ByteTokenizer:
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
-    def chat(self, messages: Sequence[dict], tools: Any = None, **extra: Any) -> list[int]:
-        return self.encode(repr((messages, tools, extra)))
+    def chat_with_borders(
+        self, messages: Sequence[dict], tools: Any = None, **extra: Any
+    ) -> tuple[list[int], tuple[int, ...]]:
+        return self.encode(repr((messages, tools, extra))), (3, 5)
 
     def detokenizer(self) -> ByteDecoder:
         return ByteDecoder()
@@ -69,6 +72,7 @@ class FakeEngine:
 
     name = "fake"
     context = 4096
+    origin = Origin("c" * 64, "1", "cpu")
 
     def __init__(self, script: Sequence[int] | str | None = tuple(b"hello")):
         self.script = script
@@ -124,7 +128,7 @@ class FakeEngine:
             prefill=ticket.request.prefill,
             segment_rows=1,
             rows_computed=len(ticket.request.tokens),
-            rows_reused=3,
+            rows_reused=1,
             timings=Timings(0.1, 0.2, 0.3, 10.0, 20.0),
             error=error,
         )

@@ -73,7 +73,7 @@ def test_a_completion_names_what_to_compare_it_by(client):
         "prompt_tokens": 2,
         "completion_tokens": 5,
         "total_tokens": 7,
-        "prompt_tokens_details": {"cached_tokens": 2},
+        "prompt_tokens_details": {"cached_tokens": 1},
     }
     assert reply["isobit"] == {
         "token_hash": token_hash(tuple(b"hello")),
@@ -82,9 +82,20 @@ def test_a_completion_names_what_to_compare_it_by(client):
         "prefill": "deep",
         "segment_rows": 1,
         "rows_computed": 2,
-        "rows_reused": 3,
+        "rows_reused": 1,
+        "drafted": 0,
+        "accepted": 0,
         "timings": {"queued": 0.1, "first_token": 0.2, "total": 0.3, "prompt_rate": 10.0, "reply_rate": 20.0},
         "notice": None,
+        "receipt": {
+            "checkpoint": "c" * 64,
+            "arithmetic": "1",
+            "device": "cpu",
+            "prompt_hash": token_hash(tuple(b"hi")),
+            "sampling": {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 5},
+            "max_tokens": 16,
+            "reply_tokens": 5,
+        },
         "tokens": list(b"hello"),
     }
 
@@ -154,7 +165,38 @@ def test_the_reply_limit_is_the_requests_then_the_servers():
         client.post("/v1/completions", json={**PROMPT, "max_tokens": 3})
     with serving(second := FakeEngine(), max_tokens=9) as client:
         client.post("/v1/completions", json=PROMPT)
-    assert [ticket.request.max_tokens for ticket in (*engine.tickets, *second.tickets)] == [16, None, 3, 9]
+        client.post("/v1/completions", json={"prompt": "x" * 4090})
+    tickets = (*engine.tickets, *second.tickets)
+    room = 4096 - len(engine.tickets[1].request.tokens)
+    assert [ticket.request.max_tokens for ticket in tickets] == [16, room, 3, 9, 6]
+
+
+@pytest.mark.parametrize(
+    ("asked", "reuse"),
+    [
+        ({}, True),
+        ({"prefill": "deep"}, False),
+        ({"segment_rows": 8}, False),
+        ({"prefill": None}, True),
+        ({"prefill": "serial", "reuse": True}, True),
+        ({"reuse": False}, False),
+    ],
+    ids=str,
+)
+def test_a_request_that_names_how_its_prompt_is_computed_has_it_computed(asked, reuse):
+    with serving(engine := FakeEngine()) as client:
+        assert client.post("/v1/completions", json={**PROMPT, **asked}).status_code == 200
+    assert engine.tickets[0].request.reuse is reuse
+
+
+def test_the_engine_hears_of_priority_drafts_and_message_borders():
+    with serving(engine := FakeEngine()) as client:
+        client.post("/v1/completions", json=PROMPT)
+        asked = {"messages": [{"role": "user", "content": "x"}], "priority": "background", "draft": False}
+        client.post("/v1/chat/completions", json=asked)
+    plain, chat = (ticket.request for ticket in engine.tickets)
+    assert (plain.priority, plain.draft, plain.keep_rows) == ("normal", True, ())
+    assert (chat.priority, chat.draft, chat.keep_rows) == ("background", False, (3, 5))
 
 
 def test_tools_reach_the_template_unless_they_are_not_to_be_used():

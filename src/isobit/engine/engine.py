@@ -5,9 +5,9 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
-from isobit.checkpoint.identity import checkpoint_identity
 from isobit.checkpoint.reader import Checkpoint
 from isobit.checkpoint.tokenizer import Tokenizer
 from isobit.engine import memory
@@ -15,6 +15,7 @@ from isobit.engine.budget import allot
 from isobit.engine.drafts import CopyProposer, Drafter, MtpProposer, Proposer
 from isobit.engine.guard import DraftCounters
 from isobit.engine.lane import Ticket, emit, token_hash
+from isobit.engine.origin import Origin, origin_of
 from isobit.engine.prompt_cache import CacheMetrics, PromptCache
 from isobit.engine.request import EventHandler, Finished, FinishReason, Request, Timings
 from isobit.engine.rounds import Rounds
@@ -64,6 +65,7 @@ class Engine:
         if settings.threads is not None:
             set_threads(settings.threads)
         checkpoint = Checkpoint(folder)
+        self._store = checkpoint.store
         self.name = Path(folder).resolve().name
         self.config = checkpoint.config
         self.tokenizer = Tokenizer(folder)
@@ -74,7 +76,7 @@ class Engine:
         cache_bytes = int(settings.prompt_cache_gib * memory.GIB)
         self.budget = allot(self.model, limit, loaded, settings.parallel, cache_bytes)
         state = self.model.new_state(self.budget.lanes, self.budget.pages)
-        cache = PromptCache(state, cache_bytes, self._spill_store(checkpoint))
+        cache = PromptCache(state, cache_bytes, self._spill_store())
         drafter = Drafter(proposers(self.model, state, settings.mtp_drafts))
         self.rounds = rounds(self.model, state, cache, drafter, self.budget, settings)
         self.segment_rows, _ = self.rounds.fit(settings.segment_rows)
@@ -83,6 +85,11 @@ class Engine:
         self._closing = False
         self._worker = threading.Thread(target=self._serve, name="isobit-engine", daemon=True)
         self._worker.start()
+
+    @cached_property
+    def origin(self) -> Origin:
+        """Where its replies come from; the first call reads samples of the checkpoint's files."""
+        return origin_of(self._store, self.model.ops.device)
 
     def submit(self, request: Request, on_event: EventHandler) -> Ticket:
         """Queue a request; its events come on the worker thread.
@@ -161,12 +168,12 @@ class Engine:
                 log.exception("a request could not be started")
                 emit(ticket, never_started(ticket, "error", f"{type(error).__name__}: {error}"))
 
-    def _spill_store(self, checkpoint: Checkpoint) -> SpillStore | None:
+    def _spill_store(self) -> SpillStore | None:
         settings = self.settings
         if settings.spill_dir is None or not settings.prompt_cache_gib:
             return None
         limit = int(settings.spill_gib * memory.GIB)
-        return SpillStore(Path(settings.spill_dir), limit, checkpoint_identity(checkpoint.store))
+        return SpillStore(Path(settings.spill_dir), limit, self.origin.checkpoint, self.origin.device)
 
     def _wake(self) -> None:
         with self._work:

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -15,15 +15,13 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
-from isobit import settings
-from isobit.engine import request as engine_request
 from isobit.engine.request import PromptProgress
 from isobit.errors import IsobitError, RequestError
 from isobit.serve.body import read_json
 from isobit.serve.errors import ApiError
 from isobit.serve.metrics import Metrics
 from isobit.serve.replies import Delta, End, Replies, Running
-from isobit.serve.schema import ChatRequest, Common, CompletionRequest, parse_chat, parse_completion
+from isobit.serve.schema import ChatRequest, Common, parse_chat, parse_completion
 from isobit.serve.shapes import ChatShape, CompletionShape, Shape
 from isobit.serve.text import ReplyText
 
@@ -32,7 +30,6 @@ if TYPE_CHECKING:
 
 CLIENT_CLOSED = 499
 ROUTES = ("/v1/models", "/v1/chat/completions", "/v1/completions", "/health", "/metrics")
-TEMPLATE_OWN = frozenset({"messages", "tools", "add_generation_prompt"})
 
 
 @dataclass(frozen=True)
@@ -61,6 +58,7 @@ class Service:
     def __init__(self, engine: "Engine", options: ServerOptions):
         self.engine = engine
         self.options = options
+        self.origin = engine.origin
         self.started = int(time.time())
         self.metrics = Metrics()
         self.replies = Replies(engine, self.metrics)
@@ -73,11 +71,11 @@ class Service:
 
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions."""
-        return await self._serve(request, parse_chat, self._chat_job)
+        return await self._serve(request, parse_chat)
 
     async def complete(self, request: Request) -> Response:
         """POST /v1/completions."""
-        return await self._serve(request, parse_completion, self._completion_job)
+        return await self._serve(request, parse_completion)
 
     def models(self) -> dict[str, Any]:
         """GET /v1/models."""
@@ -102,11 +100,11 @@ class Service:
     def _status(self, field: str) -> float:
         return getattr(self.engine.status(), field)
 
-    async def _serve(self, request: Request, parse: Callable, make_job: Callable[[Any], Awaitable[Job]]) -> Response:
+    async def _serve(self, request: Request, parse: Callable[[dict[str, Any]], Common]) -> Response:
         try:
             parsed = parse(await read_json(request, self.options.body_limit))
             self._check_model(parsed.model)
-            job = await make_job(parsed)
+            job = await self._job(parsed)
         except (ApiError, RequestError) as error:
             if not (isinstance(error, ApiError) and error.status == 503):
                 self.metrics.requests.labels("refused").inc()
@@ -121,51 +119,29 @@ class Service:
             message = f"unknown model {name!r}: this server serves {self.options.name!r}"
             raise ApiError(404, message, "model", "model_not_found")
 
-    async def _chat_job(self, parsed: ChatRequest) -> Job:
-        own = TEMPLATE_OWN & parsed.chat_template_kwargs.keys()
-        if own:
-            field = f"chat_template_kwargs.{min(own)}"
-            raise ApiError(400, f"field {field!r} cannot be set: the server sets it", field, "invalid_value")
-        messages = [message.for_template() for message in parsed.messages]
-        tools = parsed.tools if parsed.tool_choice == "auto" else None
-        tokens = await to_thread.run_sync(
-            lambda: self.engine.tokenizer.chat(messages, tools=tools or None, **parsed.chat_template_kwargs)
-        )
-        return self._job(parsed, tokens, ChatShape, None)
-
-    async def _completion_job(self, parsed: CompletionRequest) -> Job:
-        tokens = parsed.prompt
-        if isinstance(tokens, str):
-            tokens = await to_thread.run_sync(self.engine.tokenizer.encode, tokens)
-        return self._job(parsed, tokens, CompletionShape, settings.COMPLETION_TOKENS)
-
-    def _job(self, parsed: Common, tokens: list[int], shape: type[Shape], route_limit: int | None) -> Job:
-        limits = (parsed.reply_limit, self.options.max_tokens, route_limit)
-        stop_tokens = frozenset() if parsed.ignore_eos else self.engine.tokenizer.stop_ids
-        asked = engine_request.Request(
-            tokens=tuple(tokens),
-            max_tokens=next((limit for limit in limits if limit is not None), None),
-            sampling=parsed.sampling(),
-            stop_tokens=stop_tokens,
-            prefill=parsed.prefill,
-            segment_rows=parsed.segment_rows,
-            logprobs=parsed.alternatives,
-        )
+    async def _job(self, parsed: Common) -> Job:
+        tokenizer = self.engine.tokenizer
+        prompt = await to_thread.run_sync(parsed.prompt_of, tokenizer)
+        asked = parsed.for_engine(prompt, tokenizer.stop_ids, self._reply_limit(parsed, len(prompt.tokens)))
         running = self.replies.submit(asked)
         return Job(
             running=running,
-            text=ReplyText(self.engine.tokenizer.detokenizer(), stop_tokens, parsed.stop),
-            shape=shape(
+            text=ReplyText(tokenizer.detokenizer(), asked.stop_tokens, parsed.stop),
+            shape=(ChatShape if isinstance(parsed, ChatRequest) else CompletionShape)(
                 model=self.options.name,
-                seed=asked.sampling.seed,
-                prompt_tokens=len(asked.tokens),
-                alternatives=parsed.alternatives,
+                request=asked,
+                origin=self.origin,
                 with_token_ids=parsed.return_token_ids,
-                tokenizer=self.engine.tokenizer,
+                tokenizer=tokenizer,
             ),
             stream=parsed.stream,
             include_usage=bool(parsed.stream_options and parsed.stream_options.include_usage),
         )
+
+    def _reply_limit(self, parsed: Common, prompt_tokens: int) -> int:
+        limits = (parsed.reply_limit, self.options.max_tokens, parsed.route_limit)
+        asked = next((limit for limit in limits if limit is not None), self.engine.context)
+        return max(1, min(asked, self.engine.context - prompt_tokens))
 
     async def _whole_unless_disconnected(self, request: Request, job: Job) -> Response:
         reply = asyncio.create_task(self._whole(job))

@@ -2,13 +2,17 @@
 
 import json
 import secrets
-from typing import Annotated, Any, Literal, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from isobit import settings
-from isobit.engine.request import Sampling
+from isobit.engine.request import Request, Sampling
 from isobit.serve.errors import ApiError, from_validation
+
+if TYPE_CHECKING:
+    from isobit.checkpoint.tokenizer import Tokenizer
 
 Neutral = dict[str, tuple[Any, ...]]
 T = TypeVar("T", bound="Common")
@@ -48,6 +52,18 @@ CHAT_NEUTRAL: Neutral = {
     "moderation": (),
 }
 COMPLETION_NEUTRAL: Neutral = {**NEUTRAL, "best_of": (1,), "echo": (False,), "suffix": ("",)}
+
+
+# Template variables that the server sets.
+TEMPLATE_OWN = frozenset({"self", "messages", "tools", "add_generation_prompt"})
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt's ids, and the rows at which its messages end."""
+
+    tokens: tuple[int, ...]
+    borders: tuple[int, ...] = ()
 
 
 def _bounded(setting: settings.Setting) -> Any:
@@ -129,6 +145,14 @@ class Common(_Strict):
     return_token_ids: bool = False
     prefill: Literal["deep", "batched", "serial"] = settings.PREFILL.default
     segment_rows: Annotated[int | None, _bounded(settings.REQUEST_SEGMENT_ROWS)] = None
+    priority: Literal["normal", "background"] = settings.PRIORITY.default
+    draft: bool = settings.DRAFT.default
+    reuse: bool | None = settings.REUSE.default
+
+    @property
+    def may_reuse(self) -> bool:
+        """Whether kept states may serve; a request that says how to compute its prompt must compute it."""
+        return not self.model_fields_set & {"prefill", "segment_rows"} if self.reuse is None else self.reuse
 
     @property
     def reply_limit(self) -> int | None:
@@ -139,6 +163,31 @@ class Common(_Strict):
     def alternatives(self) -> int | None:
         """How many alternatives each token reports; None for no logprobs."""
         raise NotImplementedError
+
+    @property
+    def route_limit(self) -> int | None:
+        """The reply limit of requests that name none, on a server that names none; None = the context's."""
+        return None
+
+    def prompt_of(self, tokenizer: "Tokenizer") -> Prompt:
+        """The prompt; RequestError or ApiError when it cannot be made."""
+        raise NotImplementedError
+
+    def for_engine(self, prompt: Prompt, stop_ids: frozenset[int], max_tokens: int) -> Request:
+        """The request as the engine takes it."""
+        return Request(
+            tokens=prompt.tokens,
+            max_tokens=max_tokens,
+            sampling=self.sampling(),
+            stop_tokens=frozenset() if self.ignore_eos else stop_ids,
+            prefill=self.prefill,
+            segment_rows=self.segment_rows,
+            logprobs=self.alternatives,
+            priority=self.priority,
+            draft=self.draft,
+            keep_rows=prompt.borders,
+            reuse=self.may_reuse,
+        )
 
     def sampling(self) -> Sampling:
         """How tokens are drawn; a request without a seed gets a random one that JavaScript's numbers hold exactly."""
@@ -207,6 +256,16 @@ class ChatRequest(Common):
     def alternatives(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
+    def prompt_of(self, tokenizer: "Tokenizer") -> Prompt:
+        own = TEMPLATE_OWN & self.chat_template_kwargs.keys()
+        if own:
+            field = f"chat_template_kwargs.{min(own)}"
+            raise ApiError(400, f"field {field!r} cannot be set: the server sets it", field, "invalid_value")
+        messages = [message.for_template() for message in self.messages]
+        tools = self.tools if self.tool_choice == "auto" else None
+        tokens, borders = tokenizer.chat_with_borders(messages, tools or None, **self.chat_template_kwargs)
+        return Prompt(tuple(tokens), borders)
+
 
 class CompletionRequest(Common):
     """POST /v1/completions."""
@@ -217,6 +276,14 @@ class CompletionRequest(Common):
     @property
     def alternatives(self) -> int | None:
         return self.logprobs
+
+    @property
+    def route_limit(self) -> int | None:
+        return settings.COMPLETION_TOKENS
+
+    def prompt_of(self, tokenizer: "Tokenizer") -> Prompt:
+        tokens = tokenizer.encode(self.prompt) if isinstance(self.prompt, str) else self.prompt
+        return Prompt(tuple(tokens))
 
 
 def parse_chat(body: dict[str, Any]) -> ChatRequest:

@@ -5,7 +5,9 @@ import uuid
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
-from isobit.engine.request import TokenEvent
+from isobit.engine.origin import Origin
+from isobit.engine.request import Request, TokenEvent
+from isobit.serve.receipts import receipt
 from isobit.serve.replies import Delta, End
 
 
@@ -17,12 +19,11 @@ class TokenBytes(Protocol):
 
 @dataclass
 class Shape:
-    """One reply's objects. `tokenizer` names the tokens of logprobs; `alternatives` None leaves logprobs out."""
+    """One reply's objects. request: with the reply limit that counts; tokenizer: names the tokens of logprobs."""
 
     model: str
-    seed: int
-    prompt_tokens: int
-    alternatives: int | None
+    request: Request
+    origin: Origin
     with_token_ids: bool
     tokenizer: TokenBytes
     created: int = field(default_factory=lambda: int(time.time()))
@@ -34,6 +35,11 @@ class Shape:
 
     def __post_init__(self) -> None:
         self.id = f"{self.prefix}-{uuid.uuid4().hex}"
+
+    @property
+    def alternatives(self) -> int | None:
+        """How many alternatives each token reports; None leaves logprobs out."""
+        return self.request.logprobs
 
     def opening(self) -> dict[str, Any] | None:
         """The chunk before the first text, if the route has one."""
@@ -62,11 +68,12 @@ class Shape:
 
     def usage(self, end: End) -> dict[str, Any]:
         """Token counts."""
+        prompt_tokens = len(self.request.tokens)
         return {
-            "prompt_tokens": self.prompt_tokens,
+            "prompt_tokens": prompt_tokens,
             "completion_tokens": len(end.tokens),
-            "total_tokens": self.prompt_tokens + len(end.tokens),
-            "prompt_tokens_details": {"cached_tokens": min(end.finished.rows_reused, self.prompt_tokens)},
+            "total_tokens": prompt_tokens + len(end.tokens),
+            "prompt_tokens_details": {"cached_tokens": end.finished.rows_reused},
         }
 
     def isobit(self, end: End) -> dict[str, Any]:
@@ -75,13 +82,16 @@ class Shape:
         described = {
             "token_hash": end.token_hash,
             "logits_hash": finished.logits_hash,
-            "seed": self.seed,
+            "seed": self.request.sampling.seed,
             "prefill": finished.prefill,
             "segment_rows": finished.segment_rows,
             "rows_computed": finished.rows_computed,
             "rows_reused": finished.rows_reused,
+            "drafted": finished.drafted,
+            "accepted": finished.accepted,
             "timings": asdict(finished.timings),
             "notice": finished.notice,
+            "receipt": receipt(self.origin, self.request, len(end.tokens)),
         }
         return {**described, "tokens": list(end.tokens)} if self.with_token_ids else described
 
