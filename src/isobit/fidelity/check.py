@@ -9,6 +9,7 @@ from isobit.checkpoint.reader import Checkpoint
 from isobit.checkpoint.tokenizer import Tokenizer
 from isobit.engine.memory import GIB, available, gib
 from isobit.errors import IsobitError
+from isobit.fidelity.boundaries import part_names
 from isobit.fidelity.compare import Report, Say, compare
 from isobit.fidelity.isobit_run import run_isobit
 from isobit.fidelity.parameters import parameters, table_gathers, text_config
@@ -18,6 +19,7 @@ PAST_BUDGET = 96  # positions past the indexer's budget that a check has unless 
 END_TOKEN_SPACING = 37  # random tokens hold an end token this often, so that n-grams are cut
 LOGIT_COPIES = 6  # isobit's, those of up to four reference runs, and one at work
 MASK_COPIES = 4  # of an attention layer's score matrix: scores, mask, softmax, and one at work
+CUT_COPIES = 2  # isobit's values and the reference's at every cut
 
 
 def check(
@@ -83,12 +85,13 @@ def _refuse_what_does_not_fit(
     largest = max(int(np.prod(shape)) * 4 for shape in reference.shapes.values())
     logits = LOGIT_COPIES * 4 * tokens * config.vocab_size
     masks = MASK_COPIES * 4 * config.num_attention_heads * tokens**2
-    needed = reference.nbytes + largest + logits + masks
+    rows = logits + masks + CUT_COPIES * 4 * tokens * config.stream_width * len(part_names(config))
+    needed = reference.nbytes + largest + rows
     limit = available() if memory_gib is None else int(memory_gib * GIB)
     if needed > limit:
         whose = "are available" if memory_gib is None else "are allowed (--memory-gib)"
         raise IsobitError(
             f"{folder}: the float32 reference needs {gib(needed)} (weights {gib(reference.nbytes + largest)}, "
-            f"{tokens:,} tokens {gib(logits + masks)}), but {gib(limit)} {whose}; "
+            f"{tokens:,} tokens {gib(rows)}), but {gib(limit)} {whose}; "
             "check a checkpoint of fewer layers or experts, or use a larger machine"
         )

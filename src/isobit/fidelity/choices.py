@@ -96,7 +96,8 @@ class Root:
     """A choice that isobit made otherwise than the reference would have from the same inputs.
 
     dropped, taken: ids that only the reference, only isobit chose. margin: by how much the reference's scores prefer
-    its own choice; error: the largest difference of this layer's scores between the two, over all positions.
+    its own choice, a difference of two scores; error: that of such a difference as measured, twice the largest
+    difference between the two sides' scores of this layer, over all positions.
     """
 
     place: Place
@@ -107,7 +108,7 @@ class Root:
 
     @property
     def is_near_tie(self) -> bool:
-        """Whether rounding explains it: the margin is below the measured error of the scores."""
+        """Whether rounding explains it: the margin is within its measured error."""
         return self.margin <= self.error
 
 
@@ -141,7 +142,7 @@ def roots(mine: Recording, reference: Recording) -> list[Root]:
             continue
         dropped, taken = np.setdiff1d(natural, chosen), np.setdiff1d(chosen, natural)
         margin = float(scores[dropped].max() - scores[taken].min())
-        error = errors[place.kind, place.layer]
+        error = 2 * errors[place.kind, place.layer]
         found.append(Root(place, tuple(dropped.tolist()), tuple(taken.tolist()), margin, error))
     return found
 

@@ -90,11 +90,12 @@ def compare(mine: Run, reference: Reference, checkpoint: Checkpoint, tokens: np.
     with_choices, part_by_part = agreement(mine, forced), agreement(mine, apart)
     compared = parts(part_names(checkpoint.config), mine.boundaries, apart.boundaries)
     differences = [
-        _difference(position, mine, free, rooted, found, with_choices.logit_error)
+        _difference(position, mine, free, rooted, found, 2 * with_choices.logit_error)
         for position in np.flatnonzero(mine.logits.argmax(1) != free.logits.argmax(1)).tolist()
     ]
     failures = [
         *_unexplained(found, differences, differing(mine.choices, rooted.choices)),
+        *_no_ties(roots(mine.choices, apart.choices), "from the same inputs"),
         *_too_far_off(with_choices, part_by_part),
         *_parts_off(compared),
     ]
@@ -139,13 +140,17 @@ def _invalid(mine: Run, config: FlashNextConfig) -> Iterator[str]:
         yield f"isobit's choice is not a valid one: {place}"
 
 
-def _unexplained(found: list[Root], differences: list[Difference], still_differing: list[Place]) -> Iterator[str]:
+def _no_ties(found: list[Root], condition: str) -> Iterator[str]:
     for root in found:
         if not root.is_near_tie:
             yield (
-                f"{root.place}: isobit took {list(root.taken)} over {list(root.dropped)}, which the reference prefers "
-                f"by {root.margin:.3g}, more than the scores' measured error {root.error:.3g}"
+                f"{root.place}: {condition}, isobit took {list(root.taken)} over {list(root.dropped)}, which the "
+                f"reference prefers by {root.margin:.3g}, more than the measured error {root.error:.3g}"
             )
+
+
+def _unexplained(found: list[Root], differences: list[Difference], still_differing: list[Place]) -> Iterator[str]:
+    yield from _no_ties(found, "with its other choices")
     for difference in differences:
         if not difference.explained:
             yield f"position {difference.position}: the best tokens differ and no near tie explains it"

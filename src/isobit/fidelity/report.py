@@ -1,5 +1,6 @@
 """The report in words."""
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -21,7 +22,7 @@ def print_report(report: Report, console: Console) -> None:
         verdict = "a near tie" if root.is_near_tie else "no near tie"
         console.print(
             f"{root.place}: isobit took {list(root.taken)}, the reference {list(root.dropped)}: "
-            f"margin {root.margin:.3g}, error of the scores {root.error:.3g}, {verdict}"
+            f"margin {root.margin:.3g}, its measured error {root.error:.3g}, {verdict}"
         )
     if len(report.roots) > SHOWN:
         console.print(f"and {len(report.roots) - SHOWN} more; all are in --json")
@@ -47,7 +48,7 @@ def verdict_line(report: Report) -> str:
 
 
 def _table(report: Report) -> Table:
-    table = Table("isobit against it", "top-1", "KL mean", "KL max", "error mean", "error max", "scores")
+    table = Table("transformers", "top-1", "KL", "worst", "error", "worst", "scores", box=SIMPLE_HEAD, pad_edge=False)
     for name, agreement in (
         ("as it is", report.free),
         ("with isobit's choices", report.forced),
