@@ -200,6 +200,17 @@ def test_logits_that_come_later_are_added_and_cannot_be_changed():
         hit.logits[0] = 0
 
 
+def test_logits_on_disk_are_found_for_a_row_that_is_in_memory_without_them(tmp_path):
+    cache = PromptCache(tiny_pool(), AMPLE, SpillStore(tmp_path, AMPLE, "checkpoint"))
+    keep(cache, BASE[:70], with_logits=True)
+    cache.evict_all()
+    keep(cache, BASE[:70])
+    assert cache.lookup(BASE[:70]).logits.tobytes() == logits_after(BASE[:70]).tobytes()
+    assert (len(cache), len(cache._tree.path(BASE))) == (1, 1)
+    Serving(cache).check()
+    assert_restores(cache, BASE[:70])
+
+
 def test_a_limit_of_zero_keeps_nothing():
     cache = PromptCache(tiny_pool(), 0)
     keep(cache, BASE[:10], with_logits=True)

@@ -320,7 +320,9 @@ class TensorWriter:
             for piece in pieces:
                 writer.append("table", piece)
 
-    Raises CheckpointError for an unknown dtype, data that do not fit what was declared, or a disk that is full.
+    durable: whether the file outlives a power cut once it is committed; without, it outlives the process alone, and
+    whoever reads it after a power cut must be able to tell. Raises CheckpointError for an unknown dtype, data that do
+    not fit what was declared, or a disk that is full.
     """
 
     def __init__(
@@ -328,8 +330,10 @@ class TensorWriter:
         path: str | os.PathLike[str],
         tensors: Mapping[str, tuple[str, Sequence[int]]],
         metadata: Mapping[str, str] | None = None,
+        durable: bool = True,
     ):
         self.path = Path(path)
+        self.durable = durable
         header, self._slots = _layout(self.path, tensors, {"format": "pt"} if metadata is None else metadata)
         self._data_start = len(header)
         size = self._data_start + sum(slot.nbytes for slot in self._slots.values())
@@ -375,16 +379,18 @@ class TensorWriter:
         slot.done += piece.nbytes
 
     def commit(self) -> None:
-        """Flush to disk and give the file its name; CheckpointError (and no file) if a tensor is incomplete."""
+        """Give the file its name, on the disk if durable; CheckpointError (and no file) if a tensor is incomplete."""
         unfinished = [name for name, slot in self._slots.items() if slot.done != slot.nbytes]
         if unfinished:
             self.discard()
             raise CheckpointError(f"{self.path}: tensor {unfinished[0]} was declared but not fully written")
         try:
-            os.fsync(self._open_descriptor())
+            if self.durable:
+                os.fsync(self._open_descriptor())
             self._close()
             os.replace(self._partial, self.path)
-            _sync_folder(self.path.parent)
+            if self.durable:
+                _sync_folder(self.path.parent)
         except OSError as error:
             self.discard()
             raise CheckpointError(f"{self.path}: cannot be written ({error.strerror})") from None
@@ -429,12 +435,13 @@ def write_tensors(
     arrays: Mapping[str, np.ndarray],
     bfloat16: Sequence[str] = (),
     metadata: Mapping[str, str] | None = None,
+    durable: bool = True,
 ) -> None:
     """Write `arrays` as one safetensors file; names in `bfloat16` are uint16 arrays that hold bfloat16 bits."""
     declared = {
         name: ("BF16" if name in bfloat16 else format_name(array.dtype), array.shape) for name, array in arrays.items()
     }
-    with TensorWriter(path, declared, metadata) as writer:
+    with TensorWriter(path, declared, metadata, durable) as writer:
         for name, array in arrays.items():
             writer.write(name, array)
 

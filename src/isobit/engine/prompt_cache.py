@@ -354,6 +354,10 @@ class PromptCache:
         return releasable
 
     def _add(self, tokens: np.ndarray, kept: KeptState, logits: np.ndarray | None, kind: Kind) -> Entry:
+        """A new entry, in the place of one of the same tokens."""
+        node = self._tree.find(tokens)
+        if node is not None and node.value is not None:
+            self._drop(node.value)
         self._numbers += 1
         pages = np.array(kept.pages, dtype=np.int64)
         entry = Entry(self._numbers, kept, pages, logits, kind, self._lookups)
@@ -379,12 +383,15 @@ class PromptCache:
         """Drop an entry, to disk if it is worth it; the numbers of the entries that hold pages alone since then."""
         if self.spill is not None and not entry.unused_segment:
             self._spilled += self._spill_entry(entry, self.spill)
+        self._evictions += 1
+        return self._drop(entry)
+
+    def _drop(self, entry: Entry) -> list[int]:
         assert entry.node is not None
         self._tree.remove(entry.node)
         del self._entries[entry.number]
         self._copied_nbytes -= entry.copied_nbytes
         self.pool.drop(entry.kept)
-        self._evictions += 1
         return self._ledger.drop(entry.number, entry.pages)
 
     def _spill_entry(self, entry: Entry, spill: SpillStore) -> bool:
