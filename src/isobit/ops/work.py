@@ -17,6 +17,8 @@ def run_split(kernel: Callable[..., None], work: int, count: int, *arguments) ->
 
     work: about how many element operations it is. The kernel must release the GIL, and items must not share outputs.
     """
+    if not count:
+        return
     pieces = min(_forced_pieces or (threads() if work > SERIAL_WORK else 1), count)
     if pieces <= 1:
         kernel(*arguments, 0, count)
