@@ -30,7 +30,7 @@ RECURRENT = {"conv": np.arange(6, dtype=np.float32).reshape(2, 3), "history": np
 WRITER = """
 import sys
 from isobit.engine import spill
-from tests.engine.test_spill import CHUNK, RECURRENT, TOKENS, rows_of
+from tests.engine.test_spill import CHUNK, RECURRENT, TOKENS, recurrent, rows_of
 spill.CHUNK_ROWS = CHUNK
 store = spill.SpillStore(sys.argv[1], 30_000, "checkpoint")
 print("ready", flush=True)
@@ -40,13 +40,17 @@ number = int(sys.argv[2]) if sys.argv[2] != "hold" else 0
 while True:
     number += 1
     tokens = [*TOKENS[: number * 37 % 200], number % 50 + 1]
-    store.put(tokens, RECURRENT, rows_of(tokens), 4000, RECURRENT["conv"][0] if number % 2 else None)
+    store.put(tokens, recurrent, rows_of(tokens), 4000, RECURRENT["conv"][0] if number % 2 else None)
 """
 
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
     monkeypatch.setattr(spill_module, "CHUNK_ROWS", CHUNK)
+
+
+def recurrent():
+    return RECURRENT
 
 
 def rows_of(tokens):
@@ -60,7 +64,7 @@ def rows_of(tokens):
 
 
 def put(store, tokens, logits=None, nbytes=NBYTES) -> bool:
-    return store.put(tokens, RECURRENT, rows_of(tokens), nbytes, logits)
+    return store.put(tokens, recurrent, rows_of(tokens), nbytes, logits)
 
 
 def open_store(folder, limit=AMPLE, identity="checkpoint", device="cpu") -> SpillStore:
@@ -181,7 +185,7 @@ def test_the_least_recently_used_make_room(tmp_path):
 def test_what_the_limit_cannot_hold_is_not_written_and_pushes_nothing_out(tmp_path):
     store = open_store(tmp_path, 2 * NBYTES)
     put(store, TOKENS[:20])
-    assert not store.put(TOKENS, RECURRENT, rows_of(TOKENS), 2 * NBYTES)
+    assert not store.put(TOKENS, recurrent, rows_of(TOKENS), 2 * NBYTES)
     assert len(store) == 1
     assert len(files(tmp_path)) == 1
 

@@ -381,7 +381,7 @@ class PromptCache:
 
     def _evict(self, entry: Entry) -> list[int]:
         """Drop an entry, to disk if it is worth it; the numbers of the entries that hold pages alone since then."""
-        if self.spill is not None and not entry.unused_segment:
+        if self.spill is not None and self.spill.active and not entry.unused_segment:
             self._spilled += self._spill_entry(entry, self.spill)
         self._evictions += 1
         return self._drop(entry)
@@ -399,7 +399,7 @@ class PromptCache:
         kept = entry.kept
         return spill.put(
             entry.node.tokens(),
-            export_recurrent(self.pool, kept),
+            lambda: export_recurrent(self.pool, kept),
             lambda first, last: export_rows(self.pool, kept.pages, first, last),
             entry.copied_nbytes + len(kept.pages) * self._page_nbytes,
             entry.logits,

@@ -141,18 +141,19 @@ class SpillStore:
     def put(
         self,
         tokens: Tokens,
-        recurrent: Arrays,
+        export_recurrent: Callable[[], Arrays],
         export_rows: Callable[[int, int], Arrays],
         nbytes: int,
         logits: np.ndarray | None = None,
     ) -> bool:
         """Write the state after `tokens` unless it is there; whether it is there now.
 
-        export_rows(first, last): the arrays of a RowPiece. nbytes: of the whole state, all rows included. A state that
-        the limit has no room for, or that the disk refuses, is not written; the latter is logged.
+        export_recurrent(): the recurrent arrays; export_rows(first, last): those of a RowPiece; called when they are to
+        be written. nbytes: of the whole state, all rows included. A state that the limit has no room for, or that the
+        disk refuses, is not written; the latter is logged.
         """
         tokens = as_tokens(tokens)
-        if not self.active or nbytes + self._header_bytes(recurrent) > self.limit_bytes:
+        if not self.active or nbytes > self.limit_bytes:
             return False
         node = self._tree.find(tokens)
         known = node.value if node is not None else None
@@ -166,7 +167,7 @@ class SpillStore:
             self.drop(known)
         try:
             self._write_chunks(tokens, chunks, export_rows)
-            state = self._write_state(tokens, keys, recurrent, export_rows, logits)
+            state = self._write_state(tokens, keys, export_recurrent(), export_rows, logits)
         except (IsobitError, OSError) as error:
             self._release_rows(chunks)
             self._report(error)
