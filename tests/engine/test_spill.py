@@ -185,7 +185,7 @@ def test_the_least_recently_used_make_room(tmp_path):
 def test_what_the_limit_cannot_hold_is_not_written_and_pushes_nothing_out(tmp_path):
     store = open_store(tmp_path, 2 * NBYTES)
     put(store, TOKENS[:20])
-    assert not store.put(TOKENS, recurrent, rows_of(TOKENS), 2 * NBYTES)
+    assert not store.put(TOKENS, recurrent, rows_of(TOKENS), 2 * NBYTES + 1)
     assert len(store) == 1
     assert len(files(tmp_path)) == 1
 
