@@ -6,6 +6,7 @@ import sys
 import typer
 
 import isobit
+from isobit.cli import bench_lanes as _bench_lanes  # noqa: F401
 from isobit.cli.bench import bench
 from isobit.cli.contract import contract
 from isobit.cli.convert import convert

@@ -43,7 +43,7 @@ def prefill(
         too_long = [count for count in counts if count >= engine.context]
         if too_long:
             raise IsobitError(f"--lengths has {too_long[0]}: expected less than the window of {engine.context}")
-        tokens = _tokens(engine, max(counts))
+        tokens = prompt_tokens(engine, max(counts))
         _warm_up(engine, tokens)
         results = [_result(count, _measure(engine, tokens[:count], repeats)) for count in counts]
     finally:
@@ -64,12 +64,13 @@ def _counts(lengths: str) -> list[int]:
     return counts
 
 
-def _tokens(engine: "Engine", count: int) -> tuple[int, ...]:
-    """A prompt of real text, repeated as often as its length asks for."""
+def prompt_tokens(engine: "Engine", count: int, start: int = 0) -> tuple[int, ...]:
+    """`count` tokens of real text from token `start` on; the text is repeated as often as need be."""
     from isobit.cli.prompt_text import standard_library_text
 
     tokens = engine.tokenizer.encode(standard_library_text(8192))
-    return tuple((tokens * (count // len(tokens) + 1))[:count])
+    start %= len(tokens)
+    return tuple((tokens * ((start + count) // len(tokens) + 1))[start : start + count])
 
 
 def _warm_up(engine: "Engine", tokens: tuple[int, ...]) -> None:
