@@ -8,6 +8,7 @@ from pydantic import ValidationError
 
 INVALID = "invalid_request_error"
 SERVER = "server_error"
+SHOWN = 60  # characters of a request's names and values that a message repeats
 
 
 class ApiError(Exception):
@@ -41,7 +42,7 @@ def from_validation(error: ValidationError) -> ApiError:
     """A 400 that names the first field at fault, in one line."""
     problems = error.errors(include_url=False, include_context=False)
     first = problems[0]
-    field = _path(first["loc"])
+    field = _path(first["loc"])[:SHOWN]
     if first["type"] == "extra_forbidden":
         return ApiError(400, f"unknown field {field!r}: remove it", field, "unknown_parameter")
     if first["type"] == "missing":
@@ -50,7 +51,7 @@ def from_validation(error: ValidationError) -> ApiError:
     expected = expected[:1].lower() + expected[1:]
     more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
     where = f"field {field!r}: " if field else ""
-    return ApiError(400, f"{where}{expected}, got {_short(first['input'])}{more}", field or None, "invalid_value")
+    return ApiError(400, f"{where}{expected}, got {short(first['input'])}{more}", field or None, "invalid_value")
 
 
 def _path(location: tuple[int | str, ...]) -> str:
@@ -60,10 +61,11 @@ def _path(location: tuple[int | str, ...]) -> str:
     return path
 
 
-def _short(value: Any) -> str:
+def short(value: Any) -> str:
+    """A value of a request as a message repeats it."""
     if isinstance(value, dict | list):
         return "an object" if isinstance(value, dict) else f"a list of {len(value)}"
     if value is None:
         return "null"
     text = str(value).lower() if isinstance(value, bool) else repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+    return text if len(text) <= SHOWN else text[: SHOWN - 3] + "..."
