@@ -3,11 +3,13 @@
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
+from isobit.engine.engine import EngineStatus
+from isobit.engine.guard import DraftCounters
 from isobit.engine.lane import token_hash
 from isobit.engine.origin import Origin
+from isobit.engine.prompt_cache import CacheMetrics
 from isobit.engine.request import Event, Finished, PromptProgress, Request, Timings, TokenEvent
 from isobit.errors import QueueFullError, RequestError
 
@@ -91,8 +93,19 @@ class FakeEngine:
         threading.Thread(target=self._answer, args=(ticket,), daemon=True).start()
         return ticket
 
-    def status(self) -> SimpleNamespace:
-        return SimpleNamespace(queued=0, running=len(self.tickets), resident_bytes=1)
+    def status(self) -> EngineStatus:
+        return EngineStatus(
+            running=len(self.tickets),
+            queued=0,
+            lanes=4,
+            prompt_rows=11,
+            reply_tokens=12,
+            drafts={"mtp": DraftCounters(1, 5, 3, 2, 1, 0), "copies": DraftCounters(resting=6)},
+            free_pages=13,
+            resident_bytes=1,
+            segment_rows=1024,
+            cache=CacheMetrics(21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31),
+        )
 
     def close(self) -> None:
         self.closed = True

@@ -304,7 +304,8 @@ def test_models_and_health(client):
     (model,) = client.get("/v1/models").json()["data"]
     assert (model["id"], model["object"], model["max_model_len"]) == ("fake", "model", 4096)
     assert client.get("/v1/models/fake").json() == model
-    assert client.get("/health").json()["model"] == "fake"
+    health = client.get("/health").json()
+    assert (health["status"], health["model"], health["lanes"], health["queued"]) == ("ok", "fake", 4, 0)
 
 
 def test_metrics_count_tokens_and_outcomes():
@@ -318,6 +319,23 @@ def test_metrics_count_tokens_and_outcomes():
         "isobit_prompt_tokens_total 2.0",
         "isobit_reply_tokens_total 5.0",
         "isobit_queue_length 0.0",
+        "isobit_lanes 4.0",
+        "isobit_free_pages 13.0",
+        "isobit_prompt_rows_total 11.0",
+        'isobit_draft_tokens_proposed_total{source="mtp"} 5.0',
+        'isobit_draft_tokens_accepted_total{source="mtp"} 3.0',
+        'isobit_draft_guard_stops_total{source="mtp"} 2.0',
+        'isobit_draft_guard_probes_total{source="mtp"} 1.0',
+        'isobit_draft_resting_lanes{source="copies"} 6.0',
+        "isobit_cache_entries 21.0",
+        "isobit_cache_bytes 22.0",
+        "isobit_cache_hits_total 24.0",
+        "isobit_cache_misses_total 25.0",
+        "isobit_cache_rows_saved_total 26.0",
+        "isobit_cache_evictions_total 27.0",
+        "isobit_cache_spilled_total 28.0",
+        "isobit_cache_restored_total 29.0",
+        "isobit_cache_spill_bytes 31.0",
         'isobit_time_to_first_token_seconds_bucket{le="0.25"} 1.0',
         "isobit_prompt_tokens_per_second_sum 10.0",
     ):

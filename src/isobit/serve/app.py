@@ -6,7 +6,6 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from anyio import to_thread
@@ -18,9 +17,9 @@ from starlette.exceptions import HTTPException
 from isobit.engine.request import PromptProgress
 from isobit.errors import IsobitError, RequestError
 from isobit.serve.body import read_json
-from isobit.serve.errors import ApiError
+from isobit.serve.errors import ApiError, short
 from isobit.serve.metrics import Metrics
-from isobit.serve.replies import Delta, End, Replies, Running
+from isobit.serve.replies import RETRY_SECONDS, Delta, End, Replies, Running
 from isobit.serve.schema import ChatRequest, Common, parse_chat, parse_completion
 from isobit.serve.shapes import ChatShape, CompletionShape, Shape
 from isobit.serve.text import ReplyText
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
     from isobit.engine.engine import Engine
 
 CLIENT_CLOSED = 499
+STOPPING = "the server is stopping: send the request to another one, or again when it is back"
 ROUTES = ("/v1/models", "/v1/chat/completions", "/v1/completions", "/health", "/metrics")
 
 
@@ -60,14 +60,9 @@ class Service:
         self.options = options
         self.origin = engine.origin
         self.started = int(time.time())
-        self.metrics = Metrics()
+        self.stopping = False
+        self.metrics = Metrics(engine.status)
         self.replies = Replies(engine, self.metrics)
-        for name, help, field in (
-            ("isobit_queue_length", "Requests that wait.", "queued"),
-            ("isobit_running", "Requests that are being served.", "running"),
-            ("isobit_memory_bytes", "Anonymous memory of the process.", "resident_bytes"),
-        ):
-            self.metrics.gauge(name, help, partial(self._status, field))
 
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions."""
@@ -92,15 +87,22 @@ class Service:
             "max_model_len": self.engine.context,
         }
 
-    def health(self) -> dict[str, Any]:
-        """GET /health."""
+    def health(self) -> Response:
+        """GET /health: 200, or 503 once the server is stopping."""
         status = self.engine.status()
-        return {"status": "ok", "model": self.options.name, "running": status.running, "queued": status.queued}
-
-    def _status(self, field: str) -> float:
-        return getattr(self.engine.status(), field)
+        content = {
+            "status": "stopping" if self.stopping else "ok",
+            "model": self.options.name,
+            "lanes": status.lanes,
+            "running": status.running,
+            "queued": status.queued,
+        }
+        return JSONResponse(content, status_code=503 if self.stopping else 200)
 
     async def _serve(self, request: Request, parse: Callable[[dict[str, Any]], Common]) -> Response:
+        if self.stopping:
+            self.metrics.requests.labels("busy").inc()
+            raise ApiError(503, STOPPING, code="shutting_down", headers={"Retry-After": str(RETRY_SECONDS)})
         try:
             parsed = parse(await read_json(request, self.options.body_limit))
             self._check_model(parsed.model)
@@ -116,7 +118,7 @@ class Service:
 
     def _check_model(self, name: str | None) -> None:
         if name is not None and name != self.options.name:
-            message = f"unknown model {name!r}: this server serves {self.options.name!r}"
+            message = f"unknown model {short(name)}: this server serves {self.options.name!r}"
             raise ApiError(404, message, "model", "model_not_found")
 
     async def _job(self, parsed: Common) -> Job:
@@ -195,8 +197,8 @@ def create_app(engine: "Engine", options: ServerOptions) -> FastAPI:
 
     app = FastAPI(title="isobit", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     app.state.service = service
-    for path, answer in (("/v1/models", service.models), ("/health", service.health)):
-        app.add_api_route(path, answer, methods=["GET"])
+    app.add_api_route("/health", service.health, methods=["GET"], response_model=None)
+    app.add_api_route("/v1/models", service.models, methods=["GET"])
     app.add_api_route("/v1/models/{name:path}", service.model, methods=["GET"])
     app.add_api_route("/v1/chat/completions", service.chat, methods=["POST"], response_model=None)
     app.add_api_route("/v1/completions", service.complete, methods=["POST"], response_model=None)

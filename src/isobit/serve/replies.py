@@ -96,6 +96,11 @@ class Replies:
         self._running.add(running)
         return running
 
+    @property
+    def unfinished(self) -> int:
+        """How many submitted requests the engine has not ended yet."""
+        return len(self._running)
+
     def cancel_all(self) -> None:
         """Stop everything that is unfinished."""
         for running in self._running:

@@ -1,16 +1,20 @@
 """Binding a port and running the application until a signal."""
 
-import asyncio
 import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import uvicorn
 from fastapi import FastAPI
 
 from isobit.errors import IsobitError
+
+if TYPE_CHECKING:
+    from isobit.serve.app import Service
 
 SETTLE_SECONDS = 5
 
@@ -41,7 +45,8 @@ def url_of(bound: socket.socket) -> str:
 def run(app: FastAPI, bound: socket.socket, grace: float, on_ready: Callable[[], None], stop_with_stdin: bool) -> None:
     """Serve until SIGTERM or SIGINT, or until standard input ends if `stop_with_stdin`.
 
-    Running replies then get `grace` seconds to finish. on_ready is called once connections are accepted.
+    Running replies then get `grace` seconds to finish, and new requests get 503. on_ready is called once connections
+    are accepted.
     """
     config = uvicorn.Config(
         app,
@@ -50,7 +55,6 @@ def run(app: FastAPI, bound: socket.socket, grace: float, on_ready: Callable[[],
         log_level="warning",
         access_log=False,
         server_header=False,
-        timeout_graceful_shutdown=int(grace) + SETTLE_SECONDS,
     )
     server = _Server(config, grace, on_ready)
     if stop_with_stdin:
@@ -64,19 +68,37 @@ def run(app: FastAPI, bound: socket.socket, grace: float, on_ready: Callable[[],
 
 
 class _Server(uvicorn.Server):
+    """Goes on answering for the grace time after it is told to stop, with 503 to what is new."""
+
     def __init__(self, config: uvicorn.Config, grace: float, on_ready: Callable[[], None]):
         super().__init__(config)
         self._grace = grace
         self._on_ready = on_ready
+        self._deadline: float | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self._on_ready()
 
+    async def on_tick(self, counter: int) -> bool:
+        return await super().on_tick(counter) and self._drained()
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        cancel_all = self.config.app.state.service.replies.cancel_all  # type: ignore[union-attr]
-        asyncio.get_running_loop().call_later(self._grace, cancel_all)
+        self._service.replies.cancel_all()
+        left = max(0.0, (self._deadline or 0.0) - time.monotonic())
+        self.config.timeout_graceful_shutdown = int(left) + SETTLE_SECONDS
         await super().shutdown(sockets)
+
+    @property
+    def _service(self) -> "Service":
+        return self.config.app.state.service  # type: ignore[union-attr]
+
+    def _drained(self) -> bool:
+        """Whether nothing is left to wait for: running replies, or the grace time."""
+        if self._deadline is None:
+            self._deadline = time.monotonic() + self._grace
+            self._service.stopping = True
+        return self.force_exit or not self._service.replies.unfinished or time.monotonic() >= self._deadline
 
 
 def _stop_at_end_of_stdin(server: uvicorn.Server) -> None:
