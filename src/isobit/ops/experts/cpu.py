@@ -21,7 +21,7 @@ __all__ = ["experts", "prepare_experts", "route"]
 MOST_ROWS = 2048  # of one pass over the experts
 MOST_PAIR_BYTES = 128 << 20  # of hidden values held between the phases
 MOST_PASS_ROWS = 256  # rows of one expert that one thread prepares at a time
-ROW_BLOCKS = 32  # blocks of 128 output sums a thread holds, one row's worth
+ROW_BLOCKS = 32  # blocks of 128 outputs of a row that a thread holds
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def prepare_experts(
     ready_blocks = max(-(-layer.stored_inputs // BLOCK) for layer in layers[2::3])
     most_columns = max(_whole_blocks(layer.stored_outputs) for layer in layers)
     record = np.zeros(product.RECORD_HEADER + FIELDS * len(layers), np.int64)
-    record[product.ROUTED], record[product.SHARD_EXPERTS] = len(gate), -(-len(gate) // product.EXPERT_SHARDS)
+    record[product.ROUTED] = len(gate)
     record[product.HIDDEN_STRIDE], record[product.READY_BLOCKS] = hidden_stride, ready_blocks
     record[product.MOST_COLUMNS], record[product.SWISH] = most_columns, place_of(product.swish)
     record[product.RECORD_HEADER :] = np.concatenate([layer.record for layer in layers])
@@ -114,7 +114,7 @@ def _experts(
     pass_rows = min(rows, MOST_PASS_ROWS)
     column_blocks = min(max(1, ROW_BLOCKS // rows), -(-handle.hidden // BLOCK))
     kernel_floats = 2 * BLOCK + PANELS_FLOATS + 3 * max(handle.most_columns, pass_rows * BLOCK)
-    part_floats = kernel_floats + pass_rows * handle.most_blocks * BLOCK + 4 * column_blocks * rows * BLOCK
+    part_floats = kernel_floats + pass_rows * handle.most_blocks * BLOCK + (pairs * column_blocks + 4) * BLOCK
     shared_floats = pairs * handle.pair_floats + _whole_blocks(rows)
     plan = grouping.empty_plan(rows, chosen, handle.routed)
     plan[grouping.HOW], plan[grouping.PASS_ROWS], plan[grouping.COLUMN_BLOCKS] = how, pass_rows, column_blocks

@@ -8,7 +8,9 @@ import numpy as np
 from numba import njit
 
 from isobit.ops.linear.memory import field
-from isobit.ops.scalar import float_bits, scalar_function
+from isobit.ops.scalar import float_bits, from_float_bits, scalar_function
+
+EXPERT_SHARDS = 4
 
 HOW = 0
 ACTIVE = 1  # experts with at least one pair
@@ -21,7 +23,10 @@ EXPERTS_AT = 7  # where each list begins
 STARTS_AT = 8
 ROWS_AT = 9
 WEIGHTS_AT = 10  # float32 bits; the shared expert's are not known yet
-HEADER = 11
+CHOSEN = 11
+PAIRS_OF_ROWS_AT = 12  # chosen + 1 pairs a row, in ascending expert
+SHARD_ENDS_AT = 13  # the first pair after each expert shard's; the shared expert is a shard of its own
+HEADER = 14 + EXPERT_SHARDS + 1
 
 
 def empty_plan(rows: int, chosen: int, routed: int) -> np.ndarray:
@@ -29,9 +34,10 @@ def empty_plan(rows: int, chosen: int, routed: int) -> np.ndarray:
     pairs, most_active = rows * (chosen + 1), min(routed, rows * chosen) + 1
     starts = HEADER + most_active
     of_rows = starts + most_active + 1
-    plan = np.empty(of_rows + 2 * pairs, np.int64)
-    plan[PAIRS], plan[EXPERTS_AT], plan[STARTS_AT] = pairs, HEADER, starts
-    plan[ROWS_AT], plan[WEIGHTS_AT] = of_rows, of_rows + pairs
+    plan = np.empty(of_rows + 3 * pairs, np.int64)
+    plan[PAIRS], plan[CHOSEN], plan[EXPERTS_AT], plan[STARTS_AT] = pairs, chosen, HEADER, starts
+    plan[ROWS_AT], plan[WEIGHTS_AT], plan[PAIRS_OF_ROWS_AT] = of_rows, of_rows + pairs, of_rows + 2 * pairs
+    plan[SHARD_ENDS_AT] = HEADER - EXPERT_SHARDS - 1
     return plan
 
 
@@ -39,12 +45,16 @@ def empty_plan(rows: int, chosen: int, routed: int) -> np.ndarray:
 def fill_plan(ids, weights, routed, plan):
     """Sort the pairs of ids int32 [R, chosen] and weights float32 [R, chosen] into the plan's lists."""
     rows, chosen = ids.shape
+    shard_experts = -(-routed // EXPERT_SHARDS)
+    pairs_of_rows_at, shard_ends_at = plan[PAIRS_OF_ROWS_AT], plan[SHARD_ENDS_AT]
     experts_at, starts_at, rows_at, weights_at = plan[EXPERTS_AT], plan[STARTS_AT], plan[ROWS_AT], plan[WEIGHTS_AT]
     next_pair = np.zeros(routed + 1, np.int64)
     for row in range(rows):
         for choice in range(chosen):
             next_pair[ids[row, choice]] += 1
     next_pair[routed] = rows
+    for shard in range(EXPERT_SHARDS):
+        plan[shard_ends_at + shard] = rows * chosen  # stays where the shard has no experts
     active, pair = 0, 0
     for expert in range(routed + 1):
         count = next_pair[expert]
@@ -54,6 +64,7 @@ def fill_plan(ids, weights, routed, plan):
             plan[starts_at + active] = pair
             active += 1
             pair += count
+        plan[shard_ends_at + (expert // shard_experts if expert < routed else EXPERT_SHARDS)] = pair
     plan[starts_at + active] = pair
     plan[ACTIVE] = active
     for row in range(rows):
@@ -61,8 +72,10 @@ def fill_plan(ids, weights, routed, plan):
             expert = ids[row, choice]
             plan[rows_at + next_pair[expert]] = row
             plan[weights_at + next_pair[expert]] = float_bits(weights[row, choice])
+            plan[pairs_of_rows_at + row * (chosen + 1) + choice] = next_pair[expert]
             next_pair[expert] += 1
         plan[rows_at + next_pair[routed]] = row
+        plan[pairs_of_rows_at + row * (chosen + 1) + chosen] = next_pair[routed]
         next_pair[routed] += 1
 
 
@@ -82,3 +95,21 @@ def start_of(plan, active):
 def row_of(plan, pair):
     """The row of a pair."""
     return field(plan, field(plan, ROWS_AT) + pair)
+
+
+@scalar_function
+def pair_of_row(plan, row, choice):
+    """The pair of a row with its `choice`-th expert in ascending order; the shared one is the last."""
+    return field(plan, field(plan, PAIRS_OF_ROWS_AT) + row * (field(plan, CHOSEN) + 1) + choice)
+
+
+@scalar_function
+def shard_end(plan, shard):
+    """The first pair after an expert shard's."""
+    return field(plan, field(plan, SHARD_ENDS_AT) + shard)
+
+
+@scalar_function
+def weight_of(plan, pair):
+    """The router's weight of a pair with a routed expert."""
+    return from_float_bits(np.int32(field(plan, field(plan, WEIGHTS_AT) + pair)))

@@ -5,11 +5,10 @@ blocks of hidden columns; the same made ready for the down projections, split ov
 blocks of columns.
 """
 
-import numpy as np
 from numba import carray, cfunc, types
 
 from isobit.ops.experts import grouping
-from isobit.ops.experts.grouping import expert_of, row_of, start_of
+from isobit.ops.experts.grouping import expert_of, pair_of_row, row_of, shard_end, start_of, weight_of
 from isobit.ops.linear.blocks import BLOCK, ROW_BYTES, add_terms, add_totals, round_totals
 from isobit.ops.linear.memory import call, copy_floats, field, float_at, put_float, zero_floats
 from isobit.ops.linear.product import (
@@ -26,19 +25,17 @@ from isobit.ops.linear.product import (
     prepare_row,
     real_columns,
 )
-from isobit.ops.scalar import from_float_bits, sigmoid32, silu32
+from isobit.ops.scalar import sigmoid32, silu32
 
 # Fields of the experts' record, before the layers': gate, up and down of each expert, then the shared expert's gate.
 ROUTED = 0
-SHARD_EXPERTS = 1  # routed experts in one shard of the sum
-HIDDEN_STRIDE = 2  # floats between two pairs' hidden values
-READY_BLOCKS = 3  # blocks of 128 in a pair's prepared hidden values
-MOST_COLUMNS = 4  # the most outputs of any projection, in whole blocks
-SWISH = 5
-RECORD_HEADER = 6
+HIDDEN_STRIDE = 1  # floats between two pairs' hidden values
+READY_BLOCKS = 2  # blocks of 128 in a pair's prepared hidden values
+MOST_COLUMNS = 3  # the most outputs of any projection, in whole blocks
+SWISH = 4
+RECORD_HEADER = 5
 GATE, UP, DOWN, PROJECTIONS = 0, 1, 2, 3
 
-EXPERT_SHARDS = 4
 BY_COUNT, ROW_BY_ROW, IN_PANELS = 0, 1, 2
 DECODING = 7  # what decoding a tile costs, in rows multiplied with it
 
@@ -199,81 +196,71 @@ def ready_phase(rows, x, y, record, plan, scratch, part, parts):
 
 
 @inlined
-def weight_of(plan, record, pair, expert, shared_weights):
-    """What a pair's output is multiplied with."""
-    if expert == field(record, ROUTED):
-        return float_at(shared_weights + 4 * row_of(plan, pair))
-    return from_float_bits(np.int32(field(plan, field(plan, grouping.WEIGHTS_AT) + pair)))
-
-
-@inlined
-def add_expert(rows, plan, record, active, first_block, last_block, ready, shared_weights, sum_of_rows, room):
-    """Add one expert's weighted outputs to float64 sums [blocks, rows, 128]."""
+def expert_outputs(plan, record, active, first_block, last_block, ready, outputs, room):
+    """One expert's down projections, columns in blocks first_block to last_block - 1: [pairs, those columns]."""
     expert, start, end = expert_of(plan, active), start_of(plan, active), start_of(plan, active + 1)
     layer = layer_of(record, expert, DOWN)
     most = pass_rows(plan, end - start)
-    spare, outputs, panels = room, room + ROW_BYTES, room + 2 * ROW_BYTES
+    spare, panels = room, room + ROW_BYTES
     sums = panels + 4 * PANELS_FLOATS
     totals, _ = after_sums(plan, record, sums)
     first_column, last_column = first_block * BLOCK, min(last_block * BLOCK, field(layer, TILE_COLUMNS) * TILE)
+    pair_bytes = (last_block - first_block) * ROW_BYTES
     for begin in range(start, end, most):
         count = min(most, end - begin)
         prepared = ready + begin * field(record, READY_BLOCKS) * ROW_BYTES
         if most == 1:
             chains_of_row(layer, first_column, last_column - first_column, prepared, sums, totals)
-        for block in range(first_block, last_block):
-            column = block * BLOCK
+        for column in range(first_column, last_column, BLOCK):
             place = sums + 4 * (column - first_column)
             if most > 1:
                 place = sums
                 columns = min(BLOCK, last_column - column)
                 chains_of_rows(layer, column, columns, count, prepared, sums, totals, panels)
+            real = real_columns(layer, column, last_column)
             for i in range(count):
-                pair = begin + i
-                finish_row(
-                    place + i * ROW_BYTES, layer, column, real_columns(layer, column, last_column), outputs, spare
-                )
-                weight = weight_of(plan, record, pair, expert, shared_weights)
-                target = sum_of_rows + ((block - first_block) * rows + row_of(plan, pair)) * 2 * ROW_BYTES
-                add_terms(weight, outputs, target)
+                out = outputs + (begin + i) * pair_bytes + 4 * (column - first_column)
+                finish_row(place + i * ROW_BYTES, layer, column, real, out, spare)
 
 
 @inlined
-def shard_end(record, shard):
-    """The first expert after a shard's; the shared expert has a shard of its own, the last."""
-    routed = field(record, ROUTED)
-    if shard == EXPERT_SHARDS:
-        return routed + 1
-    return min((shard + 1) * field(record, SHARD_EXPERTS), routed)
+def sum_of_row(plan, row, shared_weight, outputs, pair_bytes, total, shard_sum):
+    """128 float64 totals of a row: in each expert shard the experts in ascending order, then the shards in order."""
+    chosen = field(plan, grouping.CHOSEN)
+    zero_floats(total, 2 * BLOCK)
+    zero_floats(shard_sum, 2 * BLOCK)
+    shard = 0
+    for choice in range(chosen + 1):
+        pair = pair_of_row(plan, row, choice)
+        if pair >= shard_end(plan, shard):
+            add_totals(shard_sum, total)
+            zero_floats(shard_sum, 2 * BLOCK)
+        while pair >= shard_end(plan, shard):
+            shard += 1
+        weight = shared_weight if choice == chosen else weight_of(plan, pair)
+        add_terms(weight, outputs + pair * pair_bytes, shard_sum)
+    add_totals(shard_sum, total)
 
 
 @phase
 def output_phase(rows, x, y, record, plan, scratch, part, parts):
-    """The outputs: in each expert shard the experts in ascending order, then the shards, the shared expert last."""
+    """The outputs, cut by blocks of columns: every pair's, then each row's sum of them."""
     _, ready, shared_weights, room = places(plan, record, scratch, part)
-    shared = layer_of(record, field(record, ROUTED), DOWN)
-    outputs = field(shared, OUTPUTS)
-    blocks = (outputs + BLOCK - 1) // BLOCK
+    width = field(layer_of(record, field(record, ROUTED), DOWN), OUTPUTS)
+    blocks = (width + BLOCK - 1) // BLOCK
     first, last, step = part * blocks // parts, (part + 1) * blocks // parts, field(plan, grouping.COLUMN_BLOCKS)
-    all_sums = room
-    shard_sums = all_sums + 2 * ROW_BYTES * step * rows
-    room = shard_sums + 2 * ROW_BYTES * step * rows
-    actives = field(plan, grouping.ACTIVE)
+    total, shard_sum, outputs = room, room + 2 * ROW_BYTES, room + 4 * ROW_BYTES
+    room = outputs + field(plan, grouping.PAIRS) * step * ROW_BYTES
     for first_block in range(first, last, step):
         last_block = min(first_block + step, last)
-        count = (last_block - first_block) * rows
-        zero_floats(all_sums, 2 * BLOCK * count)
-        active = 0
-        for shard in range(EXPERT_SHARDS + 1):
-            zero_floats(shard_sums, 2 * BLOCK * count)
-            while active < actives and expert_of(plan, active) < shard_end(record, shard):
-                add_expert(rows, plan, record, active, first_block, last_block, ready, shared_weights, shard_sums, room)
-                active += 1
-            for i in range(count):
-                add_totals(shard_sums + i * 2 * ROW_BYTES, all_sums + i * 2 * ROW_BYTES)
-        for block in range(first_block, last_block):
-            real = min(BLOCK, outputs - block * BLOCK)
-            for row in range(rows):
-                source = all_sums + ((block - first_block) * rows + row) * 2 * ROW_BYTES
-                round_totals(source, room)
-                copy_floats(room, y + 4 * (row * outputs + block * BLOCK), real)
+        for active in range(field(plan, grouping.ACTIVE)):
+            expert_outputs(plan, record, active, first_block, last_block, ready, outputs, room)
+        pair_bytes = (last_block - first_block) * ROW_BYTES
+        for row in range(rows):
+            shared_weight = float_at(shared_weights + 4 * row)
+            for block in range(first_block, last_block):
+                place = outputs + (block - first_block) * ROW_BYTES
+                sum_of_row(plan, row, shared_weight, place, pair_bytes, total, shard_sum)
+                real = min(BLOCK, width - block * BLOCK)
+                round_totals(total, room)
+                copy_floats(room, y + 4 * (row * width + block * BLOCK), real)

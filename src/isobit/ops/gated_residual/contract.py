@@ -8,13 +8,19 @@ import numpy as np
 from isobit.checkpoint.weights import PlainLinear
 from isobit.ops.cases import ALL_KINDS, SMALLEST, UNIT, given, in_place, rows_of_kinds, stream_of_row
 from isobit.ops.contract import Case, Outputs, Span, register
-from isobit.ops.gated_residual import reference
+from isobit.ops.gated_residual import cpu, reference
 from isobit.ops.gated_residual.cpu import add_streams, expand_streams, gated_read, gated_write, prepare_gated_residual
 from isobit.ops.linear.cpu import prepare_linear
 from isobit.ops.norm import reference as norm_reference
 from isobit.ops.work import forced_pieces
 
 PIECES = {"one_thread": 1, "three_threads": 3}
+READS = {
+    "by_row_count": (cpu.BY_ROW_COUNT, 1),
+    "layer_by_layer": (cpu.LAYER_BY_LAYER, 3),
+    "blockwise": (cpu.BLOCKWISE, 1),
+    "blockwise_three_threads": (cpu.BLOCKWISE, 3),
+}
 ROWS = 16
 
 
@@ -22,7 +28,8 @@ class GatedRead:
     """The read of every kind of site, its linear layers plain."""
 
     name = "gated_read"
-    implementations = tuple(PIECES)
+    implementations = tuple(READS)
+    row_edges = (cpu.MANY_ROWS - 1, cpu.MANY_ROWS, cpu.MOST_NEAR_ROWS, cpu.MOST_NEAR_ROWS + 1)
 
     def cases(self, rng: np.random.Generator, full: bool) -> Iterator[Case]:
         shapes = [(4, 40, 24, True), (3, 33, 5, True), (4, 32, 8, False)] + ([(4, 2560, 320, True)] if full else [])
@@ -43,16 +50,15 @@ class GatedRead:
             yield Case(f"{streams} streams of {hidden}, rank {rank}, writes: {writes}", (1,) * ROWS, inputs)
 
     def begin(self, case: Case) -> Any:
-        down, up, inject = (
-            None if case.inputs[name] is None else prepare_linear(PlainLinear(name, case.inputs[name]))
-            for name in ("down", "up", "inject")
-        )
+        down, up = (prepare_linear(PlainLinear(name, case.inputs[name])) for name in ("down", "up"))
+        inject = None if case.inputs["inject"] is None else prepare_linear(PlainLinear("inject", case.inputs["inject"]))
         streams = case.inputs["streams"].shape[1]
         return prepare_gated_residual(case.inputs["norm_weight"], down, up, inject, streams, case.inputs["eps"])
 
     def call(self, implementation: str, case: Case, state: Any, plan: Sequence[Span]) -> Outputs:
-        with forced_pieces(PIECES[implementation]):
-            mixed, injection = gated_read(given(case.inputs["streams"][stream_of_row(plan)]), state)
+        how, pieces = READS[implementation]
+        with forced_pieces(pieces):
+            mixed, injection = gated_read(given(case.inputs["streams"][stream_of_row(plan)]), state, how)
         return {"mixed": mixed} if injection is None else {"mixed": mixed, "injection": injection}
 
     def final_state(self, case: Case, state: Any) -> Outputs:
