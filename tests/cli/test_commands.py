@@ -10,7 +10,7 @@ import time
 import pytest
 
 from isobit.cli.app import run
-from isobit.cli.generate import printable
+from isobit.cli.common import printable
 from isobit.errors import IsobitError
 
 COMMANDS = ("demo", "generate", "serve", "inspect", "synth", "convert", "fidelity", "contract", "bench")
@@ -77,6 +77,7 @@ def test_a_wrong_call_is_one_line(arguments, said, capsys):
     ("error", "shown"),
     [
         (IsobitError("first\nsecond"), "first second"),
+        (IsobitError("tensor \x1b[2Jx"), "tensor \ufffd[2Jx"),
         (PermissionError(13, "Permission denied", "model.safetensors"), "model.safetensors: Permission denied"),
         (MemoryError("Unable to allocate 9 TiB"), "memory ran out (Unable to allocate 9 TiB): close other programs"),
     ],

@@ -291,6 +291,19 @@ def test_a_body_of_exactly_the_limit_is_read(client):
     assert client.post("/v1/completions", content=body.ljust(BODY_LIMIT)).status_code == 200
 
 
+def test_long_wrong_names_are_cut_in_the_message(client):
+    long = "x" * 5000
+    answers = [
+        client.post("/v1/completions", json={**PROMPT, "model": long}),
+        client.post("/v1/completions", json={**PROMPT, long: 1}),
+        client.post("/v1/completions", json={**PROMPT, "prefill": long}),
+        client.get(f"/{long}"),
+        client.request(long, "/health"),
+    ]
+    for answer in answers:
+        assert len(error_of(answer, answer.status_code)["message"]) < 300
+
+
 def test_unknown_things_are_named(client):
     assert "fake" in error_of(client.post("/v1/completions", json={**PROMPT, "model": "gpt"}), 404)["message"]
     assert error_of(client.get("/v1/models/gpt"), 404)["code"] == "model_not_found"

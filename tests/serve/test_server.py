@@ -3,6 +3,7 @@
 import hashlib
 import json
 import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -210,10 +211,17 @@ def start(folder: Path, *options: str) -> tuple[subprocess.Popen, str]:
     return process, process.stdout.readline().split("at ")[1].split("/v1")[0]
 
 
+def leave_within_the_body(url: str) -> None:
+    host, port = url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+
+
 @pytest.mark.parametrize(("grace", "finishes"), [(60, True), (0, False)])
 def test_a_signal_lets_running_replies_finish_for_the_grace_time(test_checkpoint, grace, finishes):
     process, url = start(test_checkpoint, "--grace", str(grace))
     try:
+        leave_within_the_body(url)
         body = {"prompt": "x", "max_tokens": 200 if finishes else 2000, "stream": True, "ignore_eos": True, "seed": 1}
         with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60, trust_env=False) as response:
             lines = response.iter_lines()

@@ -8,6 +8,7 @@ import typer
 import isobit
 from isobit.cli import bench_lanes as _bench_lanes  # noqa: F401
 from isobit.cli.bench import bench
+from isobit.cli.common import printable
 from isobit.cli.contract import contract
 from isobit.cli.convert import convert
 from isobit.cli.demo import demo
@@ -17,6 +18,7 @@ from isobit.cli.generate import generate
 from isobit.cli.inspect import inspect
 from isobit.cli.serve import serve
 from isobit.cli.synth import synth
+from isobit.cli.verify import verify
 from isobit.errors import IsobitError
 
 FAILED = 2
@@ -45,6 +47,7 @@ def root(context: typer.Context, version: bool = typer.Option(False, "--version"
 app.command()(demo)
 app.command()(generate)
 app.command()(serve)
+app.command()(verify)
 app.command()(inspect)
 app.command()(synth)
 app.command()(convert)
@@ -78,7 +81,7 @@ def run(arguments: list[str] | None = None) -> int:
 
 
 def _fail(message: str) -> int:
-    print(f"isobit: {' '.join(message.split())}", file=sys.stderr)
+    print(f"isobit: {printable(' '.join(message.split()))}", file=sys.stderr)
     return FAILED
 
 

@@ -1,6 +1,7 @@
 """What the commands share: options made from settings, an engine, and the way from a request to its events."""
 
 import queue
+import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -74,3 +75,8 @@ def follow(engine: "Engine", request: "Request") -> Iterator["Event"]:
         yield event
     finally:
         ticket.cancel()
+
+
+def printable(text: str) -> str:
+    """The text with control characters, which a terminal would obey, replaced by U+FFFD."""
+    return "".join(c if c in "\n\t" or unicodedata.category(c) != "Cc" else "\ufffd" for c in text)

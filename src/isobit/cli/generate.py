@@ -3,7 +3,6 @@
 import json
 import secrets
 import sys
-import unicodedata
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,6 +20,7 @@ from isobit.cli.common import (
     follow,
     open_engine,
     option,
+    printable,
 )
 from isobit.errors import IsobitError
 
@@ -77,9 +77,10 @@ def generate(
 
         chosen = secrets.randbits(53) if seed is None else seed % settings.SEED_LIMIT
         tokenizer = engine.tokenizer
+        tokens = tuple(_chat_tokens(tokenizer, text, system) if chat else tokenizer.encode(text))
         request = Request(
-            tokens=tuple(_chat_tokens(tokenizer, text, system) if chat else tokenizer.encode(text)),
-            max_tokens=max_tokens,
+            tokens=tokens,
+            max_tokens=max(1, min(max_tokens, engine.context - len(tokens))),
             sampling=Sampling(temperature, top_k, top_p, min_p, chosen),
             stop_tokens=frozenset() if ignore_eos else tokenizer.stop_ids,
             prefill=prefill,  # type: ignore[arg-type]
@@ -87,7 +88,7 @@ def generate(
         )
         reply, finished = _reply(engine, request, show=not as_json)
         if as_json:
-            print(json.dumps(_described(request, reply, finished), ensure_ascii=False))
+            print(json.dumps(_described(engine, request, reply, finished), ensure_ascii=False))
         elif finished.notice:
             print(f"isobit: {finished.notice}", file=sys.stderr)
     finally:
@@ -125,13 +126,13 @@ def _reply(engine: "Engine", request: "Request", show: bool) -> tuple[str, "Fini
     raise RuntimeError("the engine did not end the request")
 
 
-def printable(text: str) -> str:
-    """The text with control characters, which a terminal would obey, replaced by U+FFFD."""
-    return "".join(c if c in "\n\t" or unicodedata.category(c) != "Cc" else "\ufffd" for c in text)
+def _described(engine: "Engine", request: "Request", text: str, finished: "Finished") -> dict[str, Any]:
+    """What --json prints: the request as a server's /v1/completions takes it, and its reply."""
+    from isobit.serve.receipts import receipt_of
 
-
-def _described(request: "Request", text: str, finished: "Finished") -> dict[str, Any]:
+    asked = {"prompt": list(request.tokens), "max_tokens": request.max_tokens, **asdict(request.sampling)}
     return {
+        "request": {**asked, "ignore_eos": not request.stop_tokens},
         "text": text,
         "tokens": list(finished.tokens),
         "token_hash": finished.token_hash,
@@ -143,8 +144,12 @@ def _described(request: "Request", text: str, finished: "Finished") -> dict[str,
         "segment_rows": finished.segment_rows,
         "rows_computed": finished.rows_computed,
         "rows_reused": finished.rows_reused,
+        "drafted": finished.drafted,
+        "accepted": finished.accepted,
         "timings": asdict(finished.timings),
         "notice": finished.notice,
+        "receipt": receipt_of(engine.origin, request, len(finished.tokens)).as_dict(),
+        "folder": str(engine.folder),
     }
 
 

@@ -17,7 +17,7 @@ from starlette.exceptions import HTTPException
 from isobit.engine.request import PromptProgress
 from isobit.errors import IsobitError, RequestError
 from isobit.serve.body import read_json
-from isobit.serve.errors import ApiError, short
+from isobit.serve.errors import CLIENT_CLOSED, ApiError, short
 from isobit.serve.metrics import Metrics
 from isobit.serve.replies import RETRY_SECONDS, Delta, End, Replies, Running
 from isobit.serve.schema import ChatRequest, Common, parse_chat, parse_completion
@@ -27,7 +27,6 @@ from isobit.serve.text import ReplyText
 if TYPE_CHECKING:
     from isobit.engine.engine import Engine
 
-CLIENT_CLOSED = 499
 STOPPING = "the server is stopping: send the request to another one, or again when it is back"
 ROUTES = ("/v1/models", "/v1/chat/completions", "/v1/completions", "/health", "/metrics")
 
@@ -221,8 +220,8 @@ def create_app(engine: "Engine", options: ServerOptions) -> FastAPI:
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
         message = {
-            404: f"no route {request.url.path}: expected one of {', '.join(ROUTES)}",
-            405: f"{request.method} is not possible on {request.url.path}",
+            404: f"no route {short(request.url.path)}: expected one of {', '.join(ROUTES)}",
+            405: f"{short(request.method)} is not possible on {short(request.url.path)}",
         }.get(error.status_code, str(error.detail))
         return ApiError(error.status_code, message, headers=error.headers).response()
 

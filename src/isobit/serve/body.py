@@ -5,16 +5,20 @@ from typing import Any
 
 from fastapi import Request
 from pydantic_core import from_json
+from starlette.requests import ClientDisconnect
 
-from isobit.serve.errors import ApiError
+from isobit.serve.errors import CLIENT_CLOSED, ApiError
 
 DISCARD_SECONDS = 10.0
 DISCARD_BYTES = 1 << 30
 
 
 async def read_json(request: Request, limit: int) -> dict[str, Any]:
-    """The body as a JSON object of at most `limit` bytes; ApiError 413 or 400 otherwise."""
-    body = await _read(request, limit)
+    """The body as a JSON object of at most `limit` bytes; ApiError 413, 400 or CLIENT_CLOSED otherwise."""
+    try:
+        body = await _read(request, limit)
+    except ClientDisconnect:
+        raise ApiError(CLIENT_CLOSED, "the client closed the connection before its request was whole") from None
     try:
         text = body.decode("utf-8")
     except UnicodeDecodeError as error:

@@ -8,6 +8,7 @@ from pydantic import ValidationError
 
 INVALID = "invalid_request_error"
 SERVER = "server_error"
+CLIENT_CLOSED = 499  # the status of an answer that nobody is left to read
 SHOWN = 60  # characters of a request's names and values that a message repeats
 
 
