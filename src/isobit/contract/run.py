@@ -24,15 +24,20 @@ Progress = Callable[[str, float], None]  # (what is being checked, share of the 
 
 @dataclass(frozen=True)
 class Depth:
-    """How much to check: the batches of narrow cases, and of cases of a real checkpoint's widths, None to leave out."""
+    """How much to check.
+
+    narrow: the batches of narrow cases. wide: of cases of a real checkpoint's widths, None to leave those out. long:
+    streams longer than any batch of FULL_SIZES.
+    """
 
     narrow: Sizes
     wide: Sizes | None
+    long: bool
 
 
-QUICK = Depth(QUICK_SIZES, None)
-NORMAL = Depth(SIZES, WIDE_SIZES)
-FULL = Depth(FULL_SIZES, QUICK_SIZES)
+QUICK = Depth(QUICK_SIZES, wide=None, long=False)
+NORMAL = Depth(SIZES, WIDE_SIZES, long=False)
+FULL = Depth(FULL_SIZES, QUICK_SIZES, long=True)
 
 
 def run_contract(
@@ -66,15 +71,13 @@ def run_op(op: Op, depth: Depth, device: str = "cpu", progress: Callable[[str], 
     report = OpReport(op.name, list(op.implementations), limits=op.limits())
     report.functions = called_functions(op, op_functions(device))
     narrow = cases_of(op, wide=False)
-    cases = narrow if depth.wide is None else cases_of(op, wide=True)
-    narrow_labels = {case.label for case in narrow}
-    sized = [(case, depth.narrow if case.label in narrow_labels else depth.wide or QUICK_SIZES) for case in cases]
-    report.cases = [case.label for case in cases]
+    sized = sized_cases(op, depth, narrow)
+    report.cases = [case.label for case, _ in sized]
     for implementation in op.implementations:
         for gate in GATES:
             progress(f"{op.name}, {implementation}: {gate}")
             problem = first_problem(gate, op, implementation, sized)
-            report.checks.append(Check(implementation, gate, len(cases), problem))
+            report.checks.append(Check(implementation, gate, len(sized), problem))
     for gate in GATES:
         progress(f"{op.name}, {NULL_CONTROL}: {gate}")
         problem = first_problem(gate, Planted(op, nothing), PLANTED, [(narrow[0], QUICK_SIZES)])
@@ -84,6 +87,18 @@ def run_op(op: Op, depth: Depth, device: str = "cpu", progress: Callable[[str], 
         report.controls.append(run_control(control, narrow))
     report.seconds = time.monotonic() - start
     return report
+
+
+def sized_cases(op: Op, depth: Depth, narrow: list[Case]) -> list[tuple[Case, Sizes]]:
+    """The op's cases with the batches to run of each; `narrow` are those that the op gives first, full or not."""
+    if depth.wide is None:
+        return [(case, depth.narrow) for case in narrow]
+    every_case = cases_of(op, wide=True)
+    narrow_labels = {case.label for case in narrow}
+    wide = [(case, depth.wide) for case in every_case if case.label not in narrow_labels]
+    if depth.long:
+        narrow = [case for case in every_case if case.label in narrow_labels]
+    return [*((case, depth.narrow) for case in narrow), *wide]
 
 
 def run_control(control: Control, cases: Iterable[Case]) -> ControlResult:
