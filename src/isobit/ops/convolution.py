@@ -1,4 +1,4 @@
-"""The causal depthwise convolution that the delta rule and the n-gram embedding share: a chain over taps, then silu."""
+"""The causal depthwise convolution: a chain over taps, then silu."""
 
 import numpy as np
 from numba import njit
@@ -6,8 +6,8 @@ from numba import njit
 from isobit.ops.batch import Batch
 from isobit.ops.buffers import empty
 from isobit.ops.journal import journal_arguments
-from isobit.ops.lanes import LANES
-from isobit.ops.scalar import ZERO, fma32, silu32
+from isobit.ops.lanes import LANES, lanes_load_first, lanes_store_first, lanes_zero
+from isobit.ops.scalar import fma32, silu32
 from isobit.ops.work import run_split
 
 
@@ -32,31 +32,27 @@ def convolve(
     return out
 
 
-@njit(nogil=True, error_model="numpy")
-def add_tap(total, weight, source):
-    for i in range(total.size):
-        total[i] = fma32(weight[i], source[i], total[i])
-
-
 @njit(nogil=True, cache=True, error_model="numpy")
 def convolve_columns(x, weight, dilation, state, starts, slots, places, journal, out, first_block, last_block):
     """All rows, in column blocks first_block to last_block - 1 of 32 columns each."""
-    left, right = first_block * LANES, min(last_block * LANES, x.shape[1])
+    width = x.shape[1]
+    left, right = first_block * LANES, min(last_block * LANES, width)
     taps, kept = weight.shape[0], state.shape[1]
     for segment in range(slots.size):
-        start, end, slot = starts[segment], starts[segment + 1], slots[segment]
+        start, end, slot = np.int64(starts[segment]), np.int64(starts[segment + 1]), np.int64(slots[segment])
         for row in range(start, end):
-            total = out[row, left:right]
-            for i in range(total.size):
-                total[i] = ZERO
-            for tap in range(taps):
-                source = row - start - (taps - 1 - tap) * dilation
-                if source >= 0:
-                    add_tap(total, weight[tap, left:right], x[start + source, left:right])
-                else:
-                    add_tap(total, weight[tap, left:right], state[slot, kept + source, left:right])
-            for i in range(total.size):
-                total[i] = silu32(total[i])
+            for column in range(left, right, LANES):
+                some = min(LANES, right - column)
+                total = lanes_zero()
+                for tap in range(taps):
+                    source = row - start - (taps - 1 - tap) * dilation
+                    weights = lanes_load_first(weight, tap * width + column, some)
+                    if source >= 0:
+                        values = lanes_load_first(x, (start + source) * width + column, some)
+                    else:
+                        values = lanes_load_first(state, (slot * kept + kept + source) * width + column, some)
+                    total = fma32(weights, values, total)
+                lanes_store_first(out, row * width + column, silu32(total), some)
         for row in range(start, end if places.size else start):
             if places[row] >= 0:
                 keep_last_rows(x, state[slot], journal[places[row]], start, row + 1, left, right)

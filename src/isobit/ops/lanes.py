@@ -212,6 +212,14 @@ def lanes_total(typingctx, lanes):
 
 
 @scalar_function
+def copy_at(source, source_at, target, target_at, count):
+    """Copy `count` elements between flat offsets of two C-contiguous float32 arrays."""
+    for i in range(0, count, LANES):
+        some = min(LANES, count - i)
+        lanes_store_first(target, target_at + i, lanes_load_first(source, source_at + i, some), some)
+
+
+@scalar_function
 def lane_dot_at(a, a_offset, b, b_offset, count):
     """The lane sum of products of `count` elements from flat offsets of two C-contiguous float32 arrays."""
     total = lanes_zero()

@@ -8,17 +8,14 @@ from numba import njit
 from isobit.checkpoint.weights import NgramTable
 from isobit.ops.batch import Batch
 from isobit.ops.buffers import empty
-from isobit.ops.convolution import convolve
 from isobit.ops.journal import journal_arguments
-from isobit.ops.lanes import lane_dot_at
-from isobit.ops.norm.cpu import group_norm
+from isobit.ops.ngram_embedding.injection import inject_streams
 from isobit.ops.rings import decode_ring
-from isobit.ops.scalar import ZERO, sigmoid32
 from isobit.ops.work import run_split
 
 __all__ = ["ngram_gather", "ngram_ids", "ple_inject", "prepare_ple"]
 
-LEAST_DOT = np.float32(1e-6)
+STEPS = 16  # element operations of the injection for each of its elements
 
 
 @dataclass(frozen=True)
@@ -115,14 +112,11 @@ def ple_inject(
 
     journal: [J, rows, S*H], the pool's value after each row that the batch journals.
     """
-    rows = len(value)
-    keys = group_norm(key, handle.norm_key, handle.streams, handle.eps)
-    queries = group_norm(streams, handle.norm_query, handle.streams, handle.eps)
-    gated = np.empty(streams.shape, np.float32)
-    run_split(gate_rows, streams.size, rows, keys, queries, value, gated)
-    normed = group_norm(gated, handle.norm_conv, handle.streams, handle.eps).reshape(key.shape)
-    local = convolve(normed, handle.conv_weight, handle.dilation, conv_state, batch, journal)
-    run_split(add_rows, streams.size, rows, streams.reshape(key.shape), gated.reshape(key.shape), local)
+    norms = handle.norm_key, handle.norm_query, handle.norm_conv
+    constants = *norms, handle.conv_weight, handle.dilation, np.float32(handle.eps)
+    moving = conv_state, batch.starts, batch.slots, *journal_arguments(batch, journal, conv_state)
+    work, items = STEPS * streams.size, batch.segments * handle.streams
+    run_split(inject_streams, work, items, streams, key, value, *constants, *moving)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
@@ -161,27 +155,3 @@ def add_bias(out, bias):
     for row in range(out.shape[0]):
         for i in range(bias.size):
             out[row, i] = out[row, i] + bias[i]
-
-
-@njit(nogil=True, cache=True, error_model="numpy")
-def gate_rows(keys, queries, value, gated, first, last):
-    """gated [R, S, H] = sigmoid(gate of normed keys [R, S*H] and queries [R, S, H]) * value [R, H]."""
-    streams, hidden = gated.shape[1], gated.shape[2]
-    root = np.float32(np.sqrt(np.float64(hidden)))
-    for row in range(first, last):
-        for stream in range(streams):
-            start = (row * streams + stream) * hidden
-            dot = lane_dot_at(keys, start, queries, start, hidden) / root
-            size = np.sqrt(max(abs(dot), LEAST_DOT))
-            signed = size if dot > ZERO else (-size if dot < ZERO else ZERO)
-            weight = sigmoid32(signed)
-            for i in range(hidden):
-                gated[row, stream, i] = weight * value[row, i]
-
-
-@njit(nogil=True, cache=True, error_model="numpy")
-def add_rows(streams, gated, local, first, last):
-    """streams += gated + local, all [R, S*H]."""
-    for row in range(first, last):
-        for i in range(streams.shape[1]):
-            streams[row, i] = streams[row, i] + (gated[row, i] + local[row, i])
