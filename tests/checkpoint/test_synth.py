@@ -9,14 +9,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from isobit.checkpoint import ngram_constants, synth_values
+from isobit.checkpoint import ngram_constants, synth_predictable, synth_values
 from isobit.checkpoint.config import parse_config
 from isobit.checkpoint.inspect import inspect_folder
 from isobit.checkpoint.names import published_name, required_tensors
 from isobit.checkpoint.reader import Checkpoint
 from isobit.checkpoint.store import TensorStore
 from isobit.checkpoint.synth import synthesize
+from isobit.checkpoint.synth_predictable import successor_step
 from isobit.checkpoint.synth_presets import PRESETS
+from isobit.checkpoint.synth_text import END_OF_TEXT, END_OF_TURN
 from isobit.checkpoint.synth_values import Values
 from isobit.checkpoint.weights import Exl3Linear, PlainLinear, QuantizedEmbedding
 from isobit.errors import IsobitError
@@ -377,7 +379,37 @@ def test_the_predictable_head_reads_what_the_trunk_reads(make_checkpoint):
         assert np.array_equal(ours, trunks)
 
 
-def test_a_predictable_checkpoint_needs_the_head_that_predicts(tmp_path):
-    with pytest.raises(IsobitError, match="needs the MTP head"):
-        synthesize(tmp_path / "none", "test", predictable=True, mtp=False)
+def test_each_token_of_a_predictable_checkpoint_has_a_successor(make_checkpoint, monkeypatch):
+    folder = make_checkpoint("test", predictable=True)
+    checkpoint = Checkpoint(folder)
+    rows, head = (checkpoint.embedding().rows.astype(np.float32), checkpoint.head().weight.astype(np.float32))
+    following = (head @ rows.T).argmax(axis=0)
+    vocabulary = len(rows)
+    expected = (np.arange(vocabulary) + successor_step(vocabulary)) % vocabulary
+    likely = ~np.isin(expected, (END_OF_TEXT, END_OF_TURN))
+    assert np.array_equal(following[likely], expected[likely])
+    assert not head[[END_OF_TEXT, END_OF_TURN]].any()
+    monkeypatch.setattr(synth_predictable, "PIECE_VALUES", 1 << 12)
+    pieces = synthesize(folder.with_name("in pieces"), "test", predictable=True)
+    assert digests(pieces) == digests(folder)
+
+
+@pytest.mark.parametrize("vocabulary", [2, 300, 384, 248320])
+def test_successors_lead_through_the_whole_vocabulary(vocabulary):
+    step = successor_step(vocabulary)
+    assert 0 < step < vocabulary
+    assert math.gcd(step, vocabulary) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mtp": False}, "needs the MTP head"),
+        ({"embedding_bits": 4}, "needs plain embeddings"),
+        ({"overrides": {"tie_word_embeddings": True}}, "needs plain embeddings"),
+    ],
+)
+def test_a_checkpoint_that_cannot_be_predictable_is_refused(tmp_path, options, message):
+    with pytest.raises(IsobitError, match=message):
+        synthesize(tmp_path / "none", "test", predictable=True, **options)
     assert list(tmp_path.iterdir()) == []

@@ -21,7 +21,7 @@ from isobit.engine.drafts import (
     RunningDepth,
     accepted_tokens,
 )
-from isobit.engine.guard import PLAIN_ROUNDS
+from isobit.engine.guard import FIRST_PLAIN
 from isobit.engine.request import Sampling
 from isobit.model.drafting import propose_mtp
 from isobit.model.plan import Plan, Segment
@@ -194,9 +194,9 @@ def lanes_of(drafter, count):
 
 
 def plain_rounds(drafter, lanes):
-    for _ in range(PLAIN_ROUNDS):
+    for _ in range(FIRST_PLAIN):
         assert drafter.propose(lanes, [9] * len(lanes)) == [Draft()] * len(lanes)
-        drafter.learn([Outcome(lane, Draft(), 0) for lane in lanes], 1.0)
+        drafter.learn([Outcome(lane, Draft(), 0) for lane in lanes], 1.0 + 0.3 * len(lanes))
 
 
 def test_the_first_proposer_with_a_draft_is_taken():
@@ -208,8 +208,8 @@ def test_the_first_proposer_with_a_draft_is_taken():
     second.proposals = {id(lanes[0]): [8], id(lanes[1]): [9]}
     drafts = drafter.propose(lanes, [2, 2, 0])
     assert drafts == [Draft((8,), "second"), Draft((7,), "first"), Draft()]
-    assert first.asked == [[(id(lanes[0]), 1), (id(lanes[1]), 1)]]
-    assert second.asked == [[(id(lanes[0]), 1)]]
+    assert first.asked == [[(id(lanes[0]), 2), (id(lanes[1]), 2)]]
+    assert second.asked == [[(id(lanes[0]), 2)]]
 
 
 def test_drafts_that_lose_time_stop_and_others_go_on():
@@ -245,6 +245,6 @@ def test_rounds_with_prompt_rows_judge_nothing():
     plain_rounds(drafter, [lane])
     for _ in range(20):
         drafter.learn([Outcome(lane, Draft((1, 2), "source"), 0)], None)
-    assert drafter.costs.row_seconds is None
+    assert drafter.costs.typical(1, 3) is None
     assert lane.guards["source"].open
     assert lane.depths["source"].depth(4) == 1

@@ -6,51 +6,56 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from isobit.engine.guard import (
+    FIRST_PLAIN,
     FIRST_REST,
     JUDGED_ROUNDS,
     LONGEST_REST,
+    PLAIN_EVERY,
+    TRIAL_LOSS,
     TRIAL_ROUNDS,
-    WINDOW,
     DraftCounters,
     DraftGuard,
     RoundCosts,
 )
 
 
-def rounds_until(guard: DraftGuard, open_: bool, saved: float, spent: float) -> int:
+def rounds_until(guard: DraftGuard, open_: bool, accepted: int, lost: float) -> int:
     """Rounds that the lane goes on before the guard is open or closed."""
     for count in range(4 * LONGEST_REST):
         if guard.open is open_:
             return count
         if guard.open:
-            guard.observe(saved, spent)
+            guard.observe(accepted, lost)
         else:
             guard.rest()
     raise AssertionError("the guard never changes")
 
 
-def test_drafts_that_lose_stop_after_the_trial_and_come_back_ever_later():
+def test_drafts_that_lose_stop_soon_and_come_back_ever_later():
     counters = DraftCounters()
     guard = DraftGuard(counters)
     rests = []
     for _ in range(8):
-        assert rounds_until(guard, False, saved=0.1, spent=0.2) == TRIAL_ROUNDS
-        rests.append(rounds_until(guard, True, saved=0.1, spent=0.2))
+        assert rounds_until(guard, False, accepted=0, lost=1.5) * 1.5 <= TRIAL_LOSS + 1.5
+        rests.append(rounds_until(guard, True, accepted=0, lost=1.5))
     assert rests == [min(FIRST_REST << i, LONGEST_REST) for i in range(8)]
     assert (counters.stops, counters.probes, counters.resting) == (8, 8, 0)
+
+
+def test_drafts_that_lose_little_stop_after_the_trial():
+    assert rounds_until(DraftGuard(), False, accepted=1, lost=1.1) == TRIAL_ROUNDS
 
 
 def test_drafts_that_pay_go_on_and_shorten_the_next_rest():
     guard = DraftGuard()
     for _ in range(3):
-        rounds_until(guard, False, 0.0, 1.0)
-        rounds_until(guard, True, 0.0, 1.0)
+        rounds_until(guard, False, 0, 1.0)
+        rounds_until(guard, True, 0, 1.0)
     for _ in range(10 * JUDGED_ROUNDS):
-        guard.observe(0.3, 0.2)
+        guard.observe(2, 1.5)
         assert guard.open
-    stopped_after = rounds_until(guard, False, 0.0, 1.0)
-    assert stopped_after < JUDGED_ROUNDS
-    assert rounds_until(guard, True, 0.0, 1.0) == FIRST_REST
+    assert rounds_until(guard, False, 0, 1.0) < JUDGED_ROUNDS
+    assert rounds_until(guard, True, 0, 1.0) == FIRST_REST
 
 
 def test_a_lucky_round_among_losing_ones_does_not_keep_drafts():
@@ -58,17 +63,17 @@ def test_a_lucky_round_among_losing_ones_does_not_keep_drafts():
     for number in range(10 * JUDGED_ROUNDS):
         if not guard.open:
             break
-        guard.observe(1.0 if number % 10 == 9 else 0.0, 0.2)
+        guard.observe(3 if number % 10 == 0 else 0, 0.5)
     assert not guard.open
 
 
-@given(st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1)), max_size=200))
+@given(st.lists(st.tuples(st.integers(0, 4), st.floats(0, 4)), max_size=200))
 def test_it_is_a_function_of_what_it_is_told(told):
     guards = DraftGuard(), DraftGuard()
-    for saved, spent in told:
+    for accepted, lost in told:
         for guard in guards:
             if guard.open:
-                guard.observe(saved, spent)
+                guard.observe(accepted, lost)
             else:
                 guard.rest()
         assert guards[0].open == guards[1].open
@@ -79,37 +84,35 @@ def test_it_is_a_function_of_what_it_is_told(told):
 def test_an_ended_lane_does_not_count_as_resting():
     counters = DraftCounters()
     guard = DraftGuard(counters)
-    rounds_until(guard, False, 0.0, 1.0)
+    rounds_until(guard, False, 0, 1.0)
     assert counters.resting == 1
     guard.close()
     guard.close()
     assert counters.resting == 0
 
 
-@pytest.mark.parametrize("row_seconds", [0.0, 0.02, 0.5])
-def test_the_cost_of_a_row_is_found_among_slow_outliers(row_seconds):
+def test_what_drafts_cost_is_told_in_tokens_and_not_moved_by_slow_outliers():
     rng = np.random.default_rng(1)
     costs = RoundCosts()
-    for number in range(WINDOW):
-        lanes = 1 + number % 3
-        rows = lanes if number % 4 == 0 else lanes + int(rng.integers(1, 8))
-        outlier = 5.0 if rng.random() < 0.1 else 0.0
-        costs.observe(rows, lanes, 1.0 + row_seconds * rows + 0.001 * rng.random() + outlier)
-    assert costs.row_seconds == pytest.approx(row_seconds, abs=0.01)
+    for number in range(60):
+        outlier = 5.0 if number % 5 == 0 else 0.0
+        costs.observe(2, 2, 1.0 + 0.001 * rng.random() + outlier)
+        costs.observe(2, 8, 1.5 + 0.001 * rng.random() + outlier)
+        costs.observe(1, 1, 0.7)
+    assert costs.lost_tokens(2, 8) == pytest.approx(2 * 0.5, abs=0.01)
+    assert costs.lost_tokens(2, 7) is None
+    assert costs.lost_tokens(1, 8) is None
+    assert costs.lost_tokens(1, 1) == 0
 
 
 def test_plain_rounds_are_asked_for_until_they_are_known_and_when_they_are_old():
     costs = RoundCosts()
-    assert costs.row_seconds is None
-    while costs.needs_plain_round:
+    for _ in range(FIRST_PLAIN):
+        assert costs.needs_plain_round(2)
         costs.observe(2, 2, 1.0)
-    assert costs.row_seconds is None
     asked = 0
-    for _ in range(10 * WINDOW):
-        if costs.needs_plain_round:
-            asked += 1
-            costs.observe(2, 2, 1.0)
-        else:
-            costs.observe(6, 2, 1.4)
-    assert 10 <= asked <= 30
-    assert costs.row_seconds == pytest.approx(0.1)
+    for _ in range(10 * (PLAIN_EVERY + 1)):
+        asked += costs.needs_plain_round(2)
+        costs.observe(2, 2 if costs.needs_plain_round(2) else 6, 1.0)
+    assert asked == 10
+    assert costs.needs_plain_round(3)

@@ -79,8 +79,8 @@ def synthesize(
         embedding=embedding_bits,
     )
     _check_widths(widths, codebook)
-    if predictable and not text_config["mtp_num_hidden_layers"]:
-        raise IsobitError("a predictable checkpoint needs the MTP head that predicts; leave the head in")
+    if predictable:
+        _check_predictable(text_config, embedding_bits)
     layout = Layout(
         config=parse_config(text_config, "the preset with these options"),
         seed=seed,
@@ -160,6 +160,13 @@ def _check_widths(widths: Widths, codebook: str) -> None:
         raise IsobitError(f"n-gram width {widths.ngram} is unknown, expected 1 to 8, or 16 for a plain table")
     if widths.embedding is not None and widths.embedding not in range(1, 9):
         raise IsobitError(f"embedding width {widths.embedding} is unknown, expected 1 to 8, or none for plain rows")
+
+
+def _check_predictable(text_config: Mapping[str, Any], embedding_bits: int | None) -> None:
+    if not text_config["mtp_num_hidden_layers"]:
+        raise IsobitError("a predictable checkpoint needs the MTP head that predicts; leave the head in")
+    if embedding_bits is not None or text_config["tie_word_embeddings"]:
+        raise IsobitError("a predictable checkpoint needs plain embeddings and a head of its own; quantize neither")
 
 
 def _check_target(target: Path, nbytes: int) -> None:

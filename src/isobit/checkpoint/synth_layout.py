@@ -7,16 +7,16 @@ Gains are chosen so that activations stay near 1 through any number of layers, l
 import hashlib
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 import numpy as np
 
-from isobit.checkpoint import ngram_constants
+from isobit.checkpoint import ngram_constants, synth_predictable
 from isobit.checkpoint.config import FlashNextConfig
 from isobit.checkpoint.groups import padded
 from isobit.checkpoint.names import TensorGroup, published_name, required_tensors
-from isobit.checkpoint.synth_values import Fill, Tensor, bell, between, bits, diagonal, given, rings, signed_between
+from isobit.checkpoint.synth_values import Fill, Tensor, bell, between, bits, given, rings, signed_between
 from isobit.checkpoint.trellis import GROUP, MULTIPLIERS, TILE
 from isobit.checkpoint.weights import CODEBOOKS, WIDTHS
 
@@ -63,19 +63,7 @@ VECTORS: dict[str, tuple[str, Fill]] = {
     "self_attn.k_norm": ("F16", between(0.2, 0.8)),
     "ple.conv1d": ("F16", bell(0.4)),
 }
-PREDICTABLE_VECTORS = VECTORS | {"ple.conv1d": ("F16", bell(0.04))}
 OTHER_VECTORS: tuple[str, Fill] = ("F16", between(-0.3, 0.3))
-
-
-# A predictable checkpoint's: blocks add little to the token's embedding, and the head peaks sharply.
-PREDICTABLE_GAINS = GAINS | {
-    "lm_head": 13.0,
-    "out_proj": 0.04,
-    "o_proj": 0.05,
-    "down_proj": 0.05,
-    "value_proj": 0.04,
-    "fc_hidden": 0.02,
-}
 
 
 @dataclass(frozen=True)
@@ -98,8 +86,7 @@ class Widths:
 class Layout:
     """Which tensors a checkpoint has. plain: patterns of canonical names of linears that stay plain.
 
-    predictable: the next token depends mostly on the last one, and the MTP head reads it as the trunk does: it gets
-    the token's embedding unchanged, and collapses its streams with the trunk's mixer.
+    predictable: as synth_predictable describes it.
     """
 
     config: FlashNextConfig
@@ -115,7 +102,7 @@ class Layout:
         """All tensors by published name, in the order of the forward pass, without the n-gram tables."""
         kinds = {"embedding": self._embedding, "linear": self._linear, "vector": self._vector}
         return {
-            published_name(name): self._shared_with_trunk(name, tensor)
+            published_name(name): synth_predictable.predictable_tensor(name, tensor) if self.predictable else tensor
             for group in required_tensors(self.config)
             if group.kind != "ngram"
             for name, tensor in kinds[group.kind](group)
@@ -130,6 +117,10 @@ class Layout:
             for name, tensor in self._ngram(group, ordinal)
         }
 
+    @property
+    def _plain(self) -> tuple[str, ...]:
+        return self.plain + synth_predictable.PLAIN if self.predictable else self.plain
+
     def _embedding(self, group: TensorGroup) -> Iterator[tuple[str, Tensor]]:
         rows, hidden, width = group.out_features, group.in_features, self.widths.embedding
         if width is None:
@@ -139,27 +130,15 @@ class Layout:
         yield f"{group.name}.trellis", Tensor("I16", (rows, groups * words), rings(words), words)
         yield f"{group.name}.signs", Tensor("F16", (groups, GROUP), signed_between(1.0, 1.0), groups * GROUP)
 
-    def _shared_with_trunk(self, name: str, tensor: Tensor) -> Tensor:
-        """The tensor, drawn as the trunk's of the same role where a predictable MTP head must equal the trunk."""
-        if self.predictable and name.startswith("mtp.hyper_connection_mixer."):
-            return replace(tensor, drawn_as=published_name(name.removeprefix("mtp.")))
-        return tensor
-
     def _vector(self, group: TensorGroup) -> Iterator[tuple[str, Tensor]]:
-        vectors = PREDICTABLE_VECTORS if self.predictable else VECTORS
+        vectors = VECTORS | synth_predictable.VECTORS if self.predictable else VECTORS
         dtype, fill = vectors.get(".".join(group.name.split(".")[-2:]), OTHER_VECTORS)
-        if self.predictable and group.name == "mtp.pre_fc_norm_embedding":
-            fill = between(0.0, 0.0)
         yield group.tensor, Tensor(dtype, group.shape, fill)
 
     def _linear(self, group: TensorGroup) -> Iterator[tuple[str, Tensor]]:
-        if self.predictable and group.name == "mtp.fc_embedding":
-            hidden = group.in_features
-            yield f"{group.name}.weight", Tensor("F16", (hidden, hidden), diagonal(hidden, 1.0), hidden + 1)
-            return
-        gains = PREDICTABLE_GAINS if self.predictable else GAINS
+        gains = GAINS | synth_predictable.GAINS if self.predictable else GAINS
         spread = gains[group.name.rpartition(".")[2]] / math.sqrt(group.in_features)
-        plain = not group.quantizable or any(fnmatchcase(group.name, pattern) for pattern in self.plain)
+        plain = not group.quantizable or any(fnmatchcase(group.name, pattern) for pattern in self._plain)
         if plain:
             yield f"{group.name}.weight", Tensor("F16", (group.out_features, group.in_features), bell(spread))
         else:

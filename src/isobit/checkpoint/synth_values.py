@@ -28,6 +28,10 @@ class Values:
             "uinteger": 0,
         }
 
+    def skip(self, count: int) -> None:
+        """Pass over an even number of `bell` values, as if they had been drawn."""
+        self._generator.advance(count // 2)
+
     def words(self, count: int, dtype: Any) -> np.ndarray:
         """`count` random integers over the whole range of the integer type."""
         kind = np.dtype(dtype).newbyteorder("<")

@@ -24,7 +24,7 @@ PLACES_LOOKED_AT = 64  # earlier places of the same tokens that are compared
 INDEXED_AT_ONCE = 8192  # tokens that one search adds to the index at most
 SLOTS = 1 << 16
 
-FIRST_ACCEPTANCE = 0.6
+FIRST_ACCEPTANCE = 0.7
 ACCEPTANCE_STEP = 0.1  # weight of the newest drafted token in the running acceptance
 LEAST_CHANCE = 0.4  # of being accepted with all before it, for one more token to be drafted
 
@@ -211,7 +211,7 @@ class Drafter:
         self.counters = {proposer.name: DraftCounters() for proposer in self.proposers}
         self.costs = RoundCosts()
         self._clock = clock
-        self._proposing: dict[str, float] = {}
+        self._proposing_seconds = 0.0
 
     def open(self, stream: Stream, tokens: Sequence[int], sampling: Sampling) -> LaneDrafts:
         """A lane that begins with `tokens`, its prompt."""
@@ -231,9 +231,10 @@ class Drafter:
     def propose(self, lanes: Sequence[LaneDrafts], room: Sequence[int]) -> list[Draft]:
         """A draft for each lane, of room[i] tokens at most: what the reply's limit, the context and the pages allow."""
         drafts = [Draft() for _ in lanes]
-        self._proposing = {}
-        if self.costs.needs_plain_round:
+        self._proposing_seconds = 0.0
+        if self.costs.needs_plain_round(len(lanes)):
             return drafts
+        start = self._clock()
         for proposer in self.proposers:
             waiting = [
                 i
@@ -243,12 +244,10 @@ class Drafter:
             if not waiting:
                 continue
             depths = [lanes[i].depths[proposer.name].depth(min(proposer.most, room[i])) for i in waiting]
-            start = self._clock()
             proposed = proposer.propose([lanes[i] for i in waiting], depths)
-            found = [(i, tokens) for i, tokens in zip(waiting, proposed, strict=True) if tokens]
-            self._proposing[proposer.name] = (self._clock() - start) / max(len(found), 1)
-            for i, tokens in found:
-                drafts[i] = Draft(tuple(tokens), proposer.name)
+            for i, tokens in zip(waiting, proposed, strict=True):
+                drafts[i] = Draft(tuple(tokens), proposer.name) if tokens else drafts[i]
+        self._proposing_seconds = self._clock() - start
         return drafts
 
     def learn(self, outcomes: Sequence[Outcome], seconds: float | None) -> None:
@@ -261,11 +260,16 @@ class Drafter:
             self._count(outcome)
         if seconds is None or not outcomes:
             return
-        rows = sum(1 + len(outcome.draft.tokens) for outcome in outcomes)
-        self.costs.observe(rows, len(outcomes), seconds)
-        token_seconds = seconds / sum(1 + outcome.accepted for outcome in outcomes)
+        lanes, drafted = len(outcomes), sum(len(outcome.draft.tokens) for outcome in outcomes)
+        self.costs.observe(lanes, lanes + drafted, seconds + self._proposing_seconds)
+        lost = self.costs.lost_tokens(lanes, lanes + drafted) if drafted else None
         for outcome in outcomes:
-            self._judge(outcome, token_seconds)
+            draft = outcome.draft
+            for source, guard in outcome.lane.guards.items():
+                if source != draft.source:
+                    guard.rest()
+                elif lost is not None:
+                    guard.observe(outcome.accepted, lost * len(draft.tokens) / drafted)
 
     def _count(self, outcome: Outcome) -> None:
         draft = outcome.draft
@@ -276,15 +280,6 @@ class Drafter:
         counters.drafts += 1
         counters.proposed_tokens += len(draft.tokens)
         counters.accepted_tokens += outcome.accepted
-
-    def _judge(self, outcome: Outcome, token_seconds: float) -> None:
-        draft, row_seconds = outcome.draft, self.costs.row_seconds
-        for source, guard in outcome.lane.guards.items():
-            if source != draft.source:
-                guard.rest()
-            elif row_seconds is not None:
-                spent = len(draft.tokens) * row_seconds + self._proposing.get(source, 0.0)
-                guard.observe(outcome.accepted * token_seconds, spent)
 
 
 def accepted_tokens(draft: Sequence[int], drawn: Sequence[int]) -> int:

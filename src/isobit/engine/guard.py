@@ -1,50 +1,46 @@
-"""Whether drafts save time: what a row costs, and guards that stop drafts that do not pay. They change no token."""
+"""Whether drafts save time: what rounds cost, and guards that stop drafts that do not pay. They change no token."""
 
-from collections import deque
+from collections import defaultdict, deque
 from dataclasses import dataclass
+from statistics import median
 
-import numpy as np
-
-WINDOW = 64  # rounds that the cost of a row is measured over
-PLAIN_ROUNDS = 2  # of the window that go without drafts, to know what they cost
-ESTIMATE_EVERY = 8  # rounds between two estimates
-TRIAL_ROUNDS = 4  # drafted rounds before a guard judges
+REMEMBERED = 9  # rounds of one kind whose median is what such a round costs
+FIRST_PLAIN = 2  # rounds without drafts before the first with some, to compare with
+PLAIN_EVERY = 48  # rounds with drafts after which one goes without, to compare anew
+TRIAL_ROUNDS = 8  # drafted rounds after which drafts must pay
+TRIAL_LOSS = 2.0  # tokens that a trial may cost before that
 JUDGED_ROUNDS = 32  # the latest drafted rounds that a guard judges by
 FIRST_REST = 64  # rounds without drafts after the first stop; each further one is twice as long
 LONGEST_REST = 2048
 
 
 class RoundCosts:
-    """What rounds cost by their rows, over the last `WINDOW` rounds of decoding lanes.
-
-    row_seconds: what one more row costs, the median slope between rounds of unlike size (Theil and Sen's estimator,
-    which slow outliers do not move); None until rounds of unlike size are known.
-    """
+    """The median seconds of rounds with so many decoding lanes and so many rows; the proposing of drafts counts."""
 
     def __init__(self) -> None:
-        self.row_seconds: float | None = None
-        self._rounds: deque[tuple[int, bool, float]] = deque(maxlen=WINDOW)
-        self._since_estimate = 0
+        self._seconds: dict[tuple[int, int], deque[float]] = defaultdict(lambda: deque(maxlen=REMEMBERED))
+        self._drafted_rounds: dict[int, int] = defaultdict(int)
 
-    @property
-    def needs_plain_round(self) -> bool:
-        """Whether the next round should go without drafts, for comparison."""
-        return sum(plain for _, plain, _ in self._rounds) < PLAIN_ROUNDS
+    def needs_plain_round(self, lanes: int) -> bool:
+        """Whether the next round of so many lanes should go without drafts, for comparison."""
+        return len(self._seconds[lanes, lanes]) < FIRST_PLAIN or self._drafted_rounds[lanes] >= PLAIN_EVERY
 
-    def observe(self, rows: int, lanes: int, seconds: float) -> None:
-        """A round of `rows` rows for `lanes` decoding lanes took `seconds`; rounds with prompt rows do not count."""
-        self._rounds.append((rows, rows == lanes, seconds))
-        self._since_estimate += 1
-        if self.row_seconds is None or self._since_estimate >= ESTIMATE_EVERY:
-            self._since_estimate = 0
-            self._estimate()
+    def observe(self, lanes: int, rows: int, seconds: float) -> None:
+        """A round took `seconds`; rounds with prompt rows do not count."""
+        self._seconds[lanes, rows].append(seconds)
+        self._drafted_rounds[lanes] = self._drafted_rounds[lanes] + 1 if rows > lanes else 0
 
-    def _estimate(self) -> None:
-        rows, _, seconds = np.array(self._rounds, dtype=np.float64).T
-        more_rows, more_seconds = np.subtract.outer(rows, rows), np.subtract.outer(seconds, seconds)
-        unlike = more_rows > 0
-        if unlike.any():
-            self.row_seconds = max(float(np.median(more_seconds[unlike] / more_rows[unlike])), 0.0)
+    def typical(self, lanes: int, rows: int) -> float | None:
+        """What such a round costs, None if there was none."""
+        seconds = self._seconds[lanes, rows]
+        return median(seconds) if seconds else None
+
+    def lost_tokens(self, lanes: int, rows: int) -> float | None:
+        """Tokens that rounds without drafts give in the time that such a round takes longer; None if unknown."""
+        drafted, plain = self.typical(lanes, rows), self.typical(lanes, lanes)
+        if drafted is None or not plain:
+            return None
+        return (drafted - plain) * lanes / plain
 
 
 @dataclass
@@ -62,9 +58,9 @@ class DraftCounters:
 class DraftGuard:
     """Decides for one lane and one source of drafts whether to draft: a function of what it is told, in order.
 
-    Drafts are tried for TRIAL_ROUNDS; from then on they stop as soon as they have cost more seconds than they saved
-    over the last JUDGED_ROUNDS drafted rounds. After a rest they are tried again; each rest is twice as long as the
-    one before, until drafts pay for JUDGED_ROUNDS in a row.
+    Drafts stop when, over the last JUDGED_ROUNDS drafted rounds, they cost more tokens than were accepted: more by
+    TRIAL_LOSS in the first TRIAL_ROUNDS, which are a trial. After a rest there is another trial; each rest is twice as
+    long as the one before, until drafts have paid for JUDGED_ROUNDS in a row.
     """
 
     def __init__(self, counters: DraftCounters | None = None) -> None:
@@ -79,7 +75,7 @@ class DraftGuard:
         return self._rest_left == 0
 
     def rest(self) -> None:
-        """A decoding round of the lane went by; counts when the guard is closed."""
+        """A decoding round of the lane went by without a draft from this source."""
         if self._rest_left == 0:
             return
         self._rest_left -= 1
@@ -87,12 +83,11 @@ class DraftGuard:
             self.counters.resting -= 1
             self.counters.probes += 1
 
-    def observe(self, saved: float, spent: float) -> None:
-        """A drafted round: seconds that its accepted tokens would have taken otherwise, seconds that drafting took."""
-        self._judged.append(saved - spent)
-        if len(self._judged) < TRIAL_ROUNDS:
-            return
-        if sum(self._judged) < 0:
+    def observe(self, accepted: int, lost: float) -> None:
+        """A drafted round: its accepted tokens, and the tokens that drafting cost (see `RoundCosts.lost_tokens`)."""
+        self._judged.append(accepted - lost)
+        allowed = TRIAL_LOSS if len(self._judged) < TRIAL_ROUNDS else 0.0
+        if sum(self._judged) < -allowed:
             self._stop()
         elif len(self._judged) == JUDGED_ROUNDS:
             self._rest = FIRST_REST
