@@ -212,6 +212,21 @@ def test_the_first_proposer_with_a_draft_is_taken():
     assert second.asked == [[(id(lanes[0]), 2)]]
 
 
+def test_a_round_drafts_no_more_than_there_is_memory_for():
+    source = Fixed("source", {}, most=12)
+    drafter = Drafter([source], Ticks(), most_tokens=7)
+    lanes = lanes_of(drafter, 3)
+    plain_rounds(drafter, lanes)
+    for lane in lanes:
+        lane.depths["source"].acceptance = 0.999
+    drafter.propose(lanes, [9, 1, 9])
+    assert [depth for _, depth in source.asked[-1]] == [2, 1, 2]
+    plain_rounds(drafter, lanes[:1])
+    drafter.propose(lanes[:1], [9])
+    assert [depth for _, depth in source.asked[-1]] == [7]
+    assert drafter.propose([], []) == []
+
+
 def test_drafts_that_lose_time_stop_and_others_go_on():
     """Wrong drafts of one lane stop after a few rounds; the other lane's right ones do not."""
     source = Fixed("source", {})

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from isobit.model.drafting import propose_mtp
 from isobit.model.plan import Plan, Segment
 from isobit.ops import set_threads, threads
 from tests.model.runs import run, serially
@@ -100,6 +101,20 @@ def test_a_kept_state_survives_what_is_tried_from_it(model, oracle):
     assert run(model, state, second, tokens[64:]).tobytes() == logits[64:].tobytes()
     assert run(model, state, first, tokens[66:]).tobytes() == logits[66:].tobytes()
     assert state.digest(first) == state.digest(second) == digests[-1]
+
+
+def test_drafts_change_no_page_that_others_share(model, oracle):
+    """The head's draft rows begin in the last page of a kept state, which another stream reads."""
+    tokens, _, digests = oracle[0]
+    state = model.new_state(slots=2, pages=12)
+    first = state.open()
+    run(model, state, first, tokens[:64])
+    kept = state.save(first)
+    run(model, state, first, tokens[64:66])
+    second = state.restore(kept)
+    assert len(propose_mtp(model, state, [second], [3], 3)[0]) == 3
+    assert state.digest(first) == digests[65]
+    assert state.digest(second) == digests[63]
 
 
 def test_only_journaled_rows_can_be_given_up(model):

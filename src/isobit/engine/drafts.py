@@ -203,11 +203,18 @@ class Outcome:
 class Drafter:
     """Proposes for all lanes, the first proposer that has something for a lane first; learns from every round.
 
-    `counters`: by the proposer's name, for metrics. `clock` gives seconds.
+    `counters`: by the proposer's name, for metrics. most_tokens: drafted tokens of one round over all lanes, each an
+    equal share: what there is memory for (`FlashNext.journal_bytes`); None sets no limit. `clock` gives seconds.
     """
 
-    def __init__(self, proposers: Sequence[Proposer], clock: Callable[[], float] = time.perf_counter):
+    def __init__(
+        self,
+        proposers: Sequence[Proposer],
+        clock: Callable[[], float] = time.perf_counter,
+        most_tokens: int | None = None,
+    ):
         self.proposers = tuple(proposers)
+        self.most_tokens = most_tokens
         self.counters = {proposer.name: DraftCounters() for proposer in self.proposers}
         self.costs = RoundCosts()
         self._clock = clock
@@ -232,8 +239,10 @@ class Drafter:
         """A draft for each lane, of room[i] tokens at most: what the reply's limit, the context and the pages allow."""
         drafts = [Draft() for _ in lanes]
         self._proposing_seconds = 0.0
-        if self.costs.needs_plain_round(len(lanes)):
+        if not lanes or self.costs.needs_plain_round(len(lanes)):
             return drafts
+        if self.most_tokens is not None:
+            room = [min(tokens, self.most_tokens // len(lanes)) for tokens in room]
         start = self._clock()
         for proposer in self.proposers:
             waiting = [
