@@ -141,19 +141,27 @@ def begins_before(bound, cost, blocks):
 
 
 @inlined
-def shared_gates(x, first_row, last_row, record, shared_weights, room):
+def shared_gates(x, first_row, last_row, plan, record, shared_weights, room):
     """The shared expert's weight for each row: the sigmoid of its gate."""
     layer = layer_of(record, field(record, ROUTED) + 1, 0)
-    spare, sums = room, room + ROW_BYTES
-    totals = sums + ROW_BYTES
-    prepared = totals + 2 * ROW_BYTES
+    spare, panels = room, room + 2 * ROW_BYTES
+    sums = panels + 4 * PANELS_FLOATS
+    totals, prepared = after_sums(plan, record, sums)
     columns = min(field(layer, TILE_COLUMNS) * TILE, BLOCK)
-    for row in range(first_row, last_row):
-        prepare_row(x + 4 * row * field(layer, INPUTS), layer, prepared, ROW_BYTES, spare)
-        chains_of_row(layer, 0, columns, prepared, sums, totals)
-        out = shared_weights + 4 * row
-        finish_row(sums, layer, 0, 1, out, spare)
-        put_float(out, sigmoid32(float_at(out)))
+    most = pass_rows(plan, last_row - first_row)
+    for begin in range(first_row, last_row, most):
+        rows = min(most, last_row - begin)
+        for row in range(rows):
+            source = x + 4 * (begin + row) * field(layer, INPUTS)
+            prepare_row(source, layer, prepared + row * ROW_BYTES, rows * ROW_BYTES, spare)
+        if most == 1:
+            chains_of_row(layer, 0, columns, prepared, sums, totals)
+        else:
+            chains_of_rows(layer, 0, columns, rows, prepared, sums, totals, panels)
+        for row in range(rows):
+            out = shared_weights + 4 * (begin + row)
+            finish_row(sums + row * ROW_BYTES, layer, 0, 1, out, spare)
+            put_float(out, sigmoid32(float_at(out)))
 
 
 @phase
@@ -174,7 +182,7 @@ def hidden_phase(rows, x, y, record, plan, scratch, part, parts):
             last_column = min(last * BLOCK, field(layer, TILE_COLUMNS) * TILE)
             hidden_values(x, plan, record, active, first * BLOCK, last_column, hidden, room)
         begin += cost
-    shared_gates(x, part * rows // parts, (part + 1) * rows // parts, record, shared_weights, room)
+    shared_gates(x, part * rows // parts, (part + 1) * rows // parts, plan, record, shared_weights, room)
 
 
 @phase

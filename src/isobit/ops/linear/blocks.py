@@ -29,6 +29,8 @@ INVERSE_ROOT = float.fromhex("0x1.6a09e6p-4")  # float32(1 / sqrt(128))
 _WIDE = has_feature("avx512f")
 _PRODUCT_LANES = 16 if _WIDE else 8
 GROUP_ROWS = 12 if _WIDE else 6  # the most rows whose chains fit the registers
+NARROW_COLUMNS = _PRODUCT_LANES  # outputs of the narrow product
+NARROW_GROUP_ROWS = 12  # of which the narrow product has one vector each
 _STEPS = 4
 _LANES = 8
 _DOUBLE = ir.DoubleType()
@@ -164,23 +166,37 @@ def _emit_product(builder, rows: int, columns: int, first: int, x, panels, steps
         store(builder, end, sums, row * ROW_BYTES + 4 * column)
 
 
+def _emit_products(builder, most_rows: int, columns_of, arguments) -> None:
+    """Code for each number of rows from 1 to most_rows; columns_of(rows): how many at once, of how many."""
+    rows, x, panels, inputs, sums, fresh = arguments
+    steps = builder.sdiv(inputs, INDEX(_STEPS))
+    is_fresh = builder.icmp_signed("!=", fresh, INDEX(0))
+    after = builder.append_basic_block("after")
+    switch = builder.switch(rows, after)
+    for count in range(1, most_rows + 1):
+        block = builder.append_basic_block(f"rows{count}")
+        switch.add_case(INDEX(count), block)
+        builder.position_at_end(block)
+        columns, all_columns = columns_of(count)
+        for first in range(0, all_columns, columns):
+            _emit_product(builder, count, columns, first, x, panels, steps, sums, is_fresh)
+        builder.branch(after)
+    builder.position_at_end(after)
+
+
 @intrinsic
 def _multiply_panels(typingctx, rows, x, panels, inputs, sums, fresh):
     def codegen(context, builder, signature, args):
-        rows, x, panels, inputs, sums, fresh = args
-        steps = builder.sdiv(inputs, INDEX(_STEPS))
-        is_fresh = builder.icmp_signed("!=", fresh, INDEX(0))
-        after = builder.append_basic_block("after")
-        switch = builder.switch(rows, after)
-        for count in range(1, GROUP_ROWS + 1):
-            block = builder.append_basic_block(f"rows{count}")
-            switch.add_case(INDEX(count), block)
-            builder.position_at_end(block)
-            columns = _product_columns(count)
-            for first in range(0, PANEL_COLUMNS, columns):
-                _emit_product(builder, count, columns, first, x, panels, steps, sums, is_fresh)
-            builder.branch(after)
-        builder.position_at_end(after)
+        _emit_products(builder, GROUP_ROWS, lambda count: (_product_columns(count), PANEL_COLUMNS), args)
+        return context.get_dummy_value()
+
+    return _void(*[_address] * 6), codegen
+
+
+@intrinsic
+def _multiply_narrow(typingctx, rows, x, panel, inputs, sums, fresh):
+    def codegen(context, builder, signature, args):
+        _emit_products(builder, NARROW_GROUP_ROWS, lambda count: (NARROW_COLUMNS, NARROW_COLUMNS), args)
         return context.get_dummy_value()
 
     return _void(*[_address] * 6), codegen
@@ -271,6 +287,16 @@ def multiply_panels(rows, x, panels, inputs, sums, fresh):
         first, last = group * rows // groups, (group + 1) * rows // groups
         place = first * ROW_BYTES
         _multiply_panels(last - first, x + place, panels, inputs, sums + place, fresh)
+
+
+@cfunc(_void(*[_address] * 6), cache=True)
+def multiply_narrow(rows, x, panel, inputs, sums, fresh):
+    """The same for the first NARROW_COLUMNS outputs of one panel."""
+    groups = (rows + NARROW_GROUP_ROWS - 1) // NARROW_GROUP_ROWS
+    for group in range(groups):
+        first, last = group * rows // groups, (group + 1) * rows // groups
+        place = first * ROW_BYTES
+        _multiply_narrow(last - first, x + place, panel, inputs, sums + place, fresh)
 
 
 @cfunc(_void(*[_address] * 4), cache=True)

@@ -191,7 +191,6 @@ def _handle(
     weights: Linear, stored: TileFormat, shape: tuple[int, int], arrays: list[np.ndarray], unit: int
 ) -> LinearHandle:
     record = np.zeros(product.FIELDS, np.int64)
-    product.common_fields(record)
     record[INPUTS], record[OUTPUTS], record[COLUMN_UNIT] = weights.in_features, weights.out_features, unit
     record[product.TILE_ROWS], record[TILE_COLUMNS] = shape
     record[product.TILES], record[product.TILE_BYTES] = arrays[0].ctypes.data, stored.tile_bytes
@@ -202,6 +201,7 @@ def _handle(
         arrays = [*arrays, _padded_bias(weights, shape[1] * TILE)]
         record[product.BIAS] = arrays[-1].ctypes.data
     nbytes = sum(array.nbytes for array in arrays)
+    product.common_fields(record)
     row_plan = _ONE_ROW.copy()
     blocks, outputs = -(-shape[0] * TILE // BLOCK), -(-shape[1] * TILE // BLOCK)
     row_plan[PART_FLOATS] = (blocks + 3 * outputs + 1) * BLOCK

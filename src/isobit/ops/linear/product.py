@@ -190,8 +190,9 @@ def _chains_of_rows(layer, column, columns, rows, prepared, sums, totals, panels
 
 
 def common_fields(record: np.ndarray) -> None:
-    """Fill in the compiled pieces that all layers share."""
-    record[MULTIPLY_PANELS] = place_of(blocks.multiply_panels)
+    """Fill in the compiled pieces, which the layer's other fields decide between."""
+    narrow = record[INPUT_SCALES] == 0 and record[OUTPUTS] <= blocks.NARROW_COLUMNS
+    record[MULTIPLY_PANELS] = place_of(blocks.multiply_narrow if narrow else blocks.multiply_panels)
     record[ROTATE_INPUT] = place_of(blocks.rotate_input)
     record[ROTATE_OUTPUT] = place_of(blocks.rotate_output)
     record[CLOSE_SHARD] = place_of(blocks.close_shard)
