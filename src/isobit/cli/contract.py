@@ -60,7 +60,7 @@ def _print(report: "Report") -> None:
     from isobit.contract.gates import GATES
 
     console = Console(highlight=False)
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False)
     table.add_column("op", no_wrap=True)
     table.add_column("implementation", no_wrap=True)
     for gate in GATES:
