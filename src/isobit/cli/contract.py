@@ -19,7 +19,9 @@ DEVICES = ("cpu",)
 Filter = Annotated[
     str,
     typer.Option(
-        "--filter", metavar="PATTERN", help="Only ops whose name matches: part of it, or a pattern such as 'ngram_*'."
+        "--filter",
+        metavar="PATTERN",
+        help="Only ops whose name matches: whole, part of it, or a pattern such as 'ngram_*'.",
     ),
 ]
 Full = Annotated[bool, typer.Option("--full", help="Also batches of up to 1,025 rows; takes several times as long.")]
@@ -36,10 +38,11 @@ def contract(filter: Filter = "", full: Full = False, json: Json = False, device
 
     if device not in DEVICES:
         raise IsobitError(f"--device is {device}: expected one of {', '.join(DEVICES)}")
-    if not any(_matches(name, filter) for name in registered()):
+    chosen = _matching(filter, list(registered()))
+    if not chosen:
         raise IsobitError(f"--filter {filter} matches no op: expected part of one of {', '.join(registered())}")
     with _Progress() as progress:
-        report = run_contract(FULL if full else NORMAL, device, lambda name: _matches(name, filter), progress)
+        report = run_contract(FULL if full else NORMAL, device, chosen.__contains__, progress)
     if json:
         typer.echo(json_text.dumps(report.as_dict(), indent=2))
     else:
@@ -48,8 +51,11 @@ def contract(filter: Filter = "", full: Full = False, json: Json = False, device
         raise typer.Exit(1)
 
 
-def _matches(name: str, pattern: str) -> bool:
-    return pattern in name or fnmatchcase(name, pattern)
+def _matching(pattern: str, names: list[str]) -> list[str]:
+    """The op of that very name, or else those that contain the pattern or match it."""
+    if pattern in names:
+        return [pattern]
+    return [name for name in names if pattern in name or fnmatchcase(name, pattern)]
 
 
 def _print(report: "Report") -> None:
