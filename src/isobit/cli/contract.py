@@ -18,11 +18,7 @@ DEVICES = ("cpu",)
 
 Filter = Annotated[
     str,
-    typer.Option(
-        "--filter",
-        metavar="PATTERN",
-        help="Only ops whose name matches: whole, part of it, or a pattern such as 'ngram_*'.",
-    ),
+    typer.Option("--filter", metavar="PATTERN", help="Only ops of that name, or with that part or pattern in it."),
 ]
 Full = Annotated[bool, typer.Option("--full", help="Also batches of up to 1,025 rows; takes several times as long.")]
 Device = Annotated[str, typer.Option("--device", metavar="|".join(DEVICES), help="Whose kernels to check.")]
