@@ -84,7 +84,7 @@ def test_the_report_says_pass_plainly(folders, capsys, tmp_path):
     text.write_text("To be, or not to be, that is the question:\n" * 8)
     assert isobit(["fidelity", str(folders["plain_sailing"]), "--text", str(text), "--tokens", "40"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "40 positions, 5 past the indexer's budget"
+    assert "40 positions, 5 past the indexer's budget" in lines
     assert lines[-1].startswith("PASS: top-1 agreement ")
 
 

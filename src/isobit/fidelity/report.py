@@ -1,10 +1,13 @@
 """The report in words."""
 
+from collections.abc import Iterator
+
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
 from isobit.fidelity.agreement import Agreement
+from isobit.fidelity.choices import Root
 from isobit.fidelity.compare import Difference, Report
 
 SHOWN = 12
@@ -12,27 +15,35 @@ SHOWN = 12
 
 def print_report(report: Report, console: Console) -> None:
     """The table, the near ties, the differing positions, and the verdict."""
-    console.print(f"{report.tokens:,} positions, {report.past_budget:,} past the indexer's budget")
     if report.free is not None:
         console.print(_table(report))
+    for line in report_lines(report):
+        console.print(line, soft_wrap=True, markup=False, highlight=False)
+    console.print(verdict_line(report), style="bold", soft_wrap=True, markup=False, highlight=False)
+
+
+def report_lines(report: Report) -> Iterator[str]:
+    """What is to be said between the table and the verdict."""
+    yield f"{report.tokens:,} positions, {report.past_budget:,} past the indexer's budget"
     if report.parts:
         worst = max(report.parts, key=lambda part: part.error)
-        console.print(f"part by part, the furthest off is {worst.name}: {worst.error:.2e}")
-    for root in report.roots[:SHOWN]:
-        verdict = "a near tie" if root.is_near_tie else "no near tie"
-        console.print(
-            f"{root.place}: isobit took {list(root.taken)}, the reference {list(root.dropped)}: "
-            f"margin {root.margin:.3g}, its measured error {root.error:.3g}, {verdict}"
-        )
-    if len(report.roots) > SHOWN:
-        console.print(f"and {len(report.roots) - SHOWN} more; all are in --json")
-    for difference in report.differences[:SHOWN]:
-        console.print(_in_words(difference))
-    for failure in report.failures[:SHOWN]:
-        console.print(f"FAILED: {failure}", style="red", highlight=False)
-    if len(report.failures) > SHOWN:
-        console.print(f"and {len(report.failures) - SHOWN} more failures; all are in --json")
-    console.print(verdict_line(report), style="bold")
+        yield f"part by part, the furthest off is {worst.name}: {worst.error:.2e}"
+    for what, lines in (
+        ("near ties", [_root(root) for root in report.roots]),
+        ("differing positions", [_in_words(difference) for difference in report.differences]),
+        ("failures", [f"FAILED: {failure}" for failure in report.failures]),
+    ):
+        yield from lines[:SHOWN]
+        if len(lines) > SHOWN:
+            yield f"and {len(lines) - SHOWN} more {what}; all are in --json"
+
+
+def _root(root: Root) -> str:
+    verdict = "a near tie" if root.is_near_tie else "no near tie"
+    return (
+        f"{root.place}: isobit took {list(root.taken)}, the reference {list(root.dropped)}: "
+        f"margin {root.margin:.3g}, its measured error {root.error:.3g}, {verdict}"
+    )
 
 
 def verdict_line(report: Report) -> str:
@@ -48,10 +59,21 @@ def verdict_line(report: Report) -> str:
 
 
 def _table(report: Report) -> Table:
-    table = Table("transformers", "top-1", "KL", "worst", "error", "worst", "scores", box=SIMPLE_HEAD, pad_edge=False)
+    table = Table(
+        "transformers",
+        "top-1",
+        "KL",
+        "worst",
+        "error",
+        "worst",
+        "scores",
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+    )
     for name, agreement in (
         ("as it is", report.free),
-        ("with isobit's choices", report.forced),
+        ("choices forced", report.forced),
         ("part by part", report.part_by_part),
     ):
         if agreement is not None:
