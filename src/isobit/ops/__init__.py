@@ -1,14 +1,14 @@
 """The row contract: every step of the model, with the bytes of a row depending on that row alone."""
 
 import importlib
-import os
 from types import SimpleNamespace
 from typing import Any
 
-# OpenMP threads that spin at a barrier stall each other whenever other processes use the cores.
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+from isobit.kernels import configure
 
-import numba
+configure()
+
+import numba  # noqa: E402
 
 OP_FOLDERS = (
     "linear",

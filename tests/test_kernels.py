@@ -1,0 +1,68 @@
+"""Compiled kernels are kept apart for each version of the sources, wherever the user's cache may be."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from isobit.kernels import FAMILY, KEPT_VERSIONS, drop_old_versions, source_digest
+
+COMPILE = """
+import os, sys
+import numpy as np
+from isobit.ops.norm.cpu import norm
+norm(np.ones((3, 64), np.float32), np.zeros(64, np.float32), 1e-6)
+print(os.environ["NUMBA_CACHE_DIR"], os.environ["OMP_WAIT_POLICY"])
+"""
+
+
+def compiled(environment: dict[str, str]) -> tuple[Path, str]:
+    """Compile a kernel in a new process; where it was kept, and how OpenMP waits."""
+    kept = {name: value for name, value in os.environ.items() if name not in ("NUMBA_CACHE_DIR", "OMP_WAIT_POLICY")}
+    command = [sys.executable, "-c", COMPILE]
+    done = subprocess.run(command, env=kept | environment, capture_output=True, text=True, check=True)
+    folder, policy = done.stdout.split()
+    return Path(folder), policy
+
+
+def test_kernels_are_kept_below_the_users_cache(tmp_path):
+    folder, policy = compiled({"XDG_CACHE_HOME": str(tmp_path)})
+    assert folder == tmp_path / "isobit" / FAMILY / source_digest()
+    assert list(folder.rglob("*.nbi"))
+    assert policy == "passive"
+
+
+def test_the_users_own_choices_are_respected(tmp_path):
+    folder, policy = compiled({"NUMBA_CACHE_DIR": str(tmp_path), "OMP_WAIT_POLICY": "active"})
+    assert (folder, policy) == (tmp_path / FAMILY / source_digest(), "active")
+    assert compiled({"NUMBA_CACHE_DIR": str(folder)})[0] == folder
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs a path that cannot be a folder")
+def test_kernels_compile_without_any_cache():
+    folder, _ = compiled({"NUMBA_CACHE_DIR": "/dev/null/nowhere"})
+    assert not folder.exists()
+
+
+def test_another_source_is_another_version(tmp_path):
+    import isobit
+
+    copy = tmp_path / "isobit"
+    shutil.copytree(Path(isobit.__file__).parent, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    assert source_digest(copy) == source_digest()
+    with (copy / "ops/lanes.py").open("a") as file:
+        file.write("\n")
+    assert source_digest(copy) != source_digest()
+
+
+def test_old_versions_are_dropped(tmp_path):
+    for age in range(9):
+        version = tmp_path / f"version{age}"
+        version.mkdir()
+        os.utime(version, (1e9 - age, 1e9 - age))
+    drop_old_versions(tmp_path / "new")
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert left == ["new", *(f"version{age}" for age in range(KEPT_VERSIONS))]
