@@ -8,15 +8,17 @@ from isobit.model.flash_next import FlashNext
 from isobit.model.state import pages_for
 from isobit.settings import MOST_LANES
 
+DRAFTED_TOKENS = 12  # of one lane in a round, each with a journaled state
 SMALL_SEGMENT = 64  # rows that the buffers should have room for before another lane is worth it
 
 
 @dataclass(frozen=True)
 class Budget:
-    """What an engine allots. lanes: state slots; pages: of the pools; the others in bytes."""
+    """What an engine allots. lanes: state slots; pages: of the pools; drafted_tokens: of one round; others in bytes."""
 
     lanes: int
     pages: int
+    drafted_tokens: int
     buffer_bytes: int
     cache_bytes: int
 
@@ -42,4 +44,5 @@ def allot(model: FlashNext, limit: int, loaded: int, lanes: int | None, cache_by
             f"{memory.gib(one_row)}: raise --memory-gib or lower --context, --parallel or --prompt-cache-gib"
         )
     buffers = left - lanes * slot - pages * page
-    return Budget(lanes, pages + cache_bytes // page, buffers, cache_bytes)
+    drafted = min(lanes * DRAFTED_TOKENS, buffers // 4 // slot)
+    return Budget(lanes, pages + cache_bytes // page, drafted, buffers - model.journal_bytes(drafted), cache_bytes)

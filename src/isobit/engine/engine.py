@@ -66,7 +66,8 @@ class Engine:
             set_threads(settings.threads)
         checkpoint = Checkpoint(folder)
         self._store = checkpoint.store
-        self.name = Path(folder).resolve().name
+        self.folder = Path(folder).resolve()
+        self.name = self.folder.name
         self.config = checkpoint.config
         self.tokenizer = Tokenizer(folder)
         self.context = self._context(settings.context)
@@ -77,7 +78,8 @@ class Engine:
         self.budget = allot(self.model, limit, loaded, settings.parallel, cache_bytes)
         state = self.model.new_state(self.budget.lanes, self.budget.pages)
         cache = PromptCache(state, cache_bytes, self._spill_store())
-        drafter = Drafter(proposers(self.model, state, settings.mtp_drafts))
+        sources = proposers(self.model, state, settings.mtp_drafts)
+        drafter = Drafter(sources, most_tokens=self.budget.drafted_tokens)
         self.rounds = rounds(self.model, state, cache, drafter, self.budget, settings)
         self.segment_rows, _ = self.rounds.fit(settings.segment_rows)
         self._waiting: deque[Ticket] = deque()
