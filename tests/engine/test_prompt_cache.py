@@ -269,12 +269,24 @@ def test_rows_saved_count_from_the_kept_row_above():
     assert rows_held(cache) == {(10, 60), (11, 20), (12, 20)}
 
 
-def test_use_keeps_and_age_gives_up():
+def test_hits_count_against_rows():
+    cache = roomy_for(2)
+    keep(cache, unrelated(10, 30))
+    for _ in range(3):
+        assert cache.lookup([*unrelated(10, 30), 7]).rows == 30
+    keep(cache, unrelated(11, 60))
+    keep(cache, unrelated(12, 30))
+    assert rows_held(cache) == {(10, 30), (12, 30)}
+
+
+def test_age_counts_against_hits():
     cache = roomy_for(2)
     keep(cache, unrelated(10, 60))
-    keep(cache, unrelated(11, 30))
     for _ in range(3):
-        assert cache.lookup([*unrelated(11, 30), 7]).rows == 30
+        assert cache.lookup([*unrelated(10, 60), 7]).rows == 60
+    for _ in range(20):
+        assert cache.lookup([7]) is None
+    keep(cache, unrelated(11, 30))
     keep(cache, unrelated(12, 30))
     assert rows_held(cache) == {(11, 30), (12, 30)}
 
@@ -418,6 +430,30 @@ def test_a_shared_page_ends_before_the_row_that_the_next_token_completes(tmp_pat
         cache.evict_all()
     for tokens in (one, other):
         assert pool.digest(cache.restore(cache.lookup([*tokens, 7]))) == digest_after(tokens)
+
+
+@pytest.mark.parametrize("room", ["beside the other", "for one"])
+def test_room_for_a_state_on_disk_is_made_without_what_gives_it_pages(tmp_path, room):
+    """The entry with the same beginning stays while there is room beside it; otherwise it makes room itself."""
+    pool = tiny_pool()
+    beside = 2 * pool.slot_nbytes + 4 * pool.page_nbytes
+    limit = beside if room == "beside the other" else pool.slot_nbytes + 3 * pool.page_nbytes
+    cache = PromptCache(pool, limit, SpillStore(tmp_path, AMPLE, "checkpoint"))
+    keep(cache, BASE[:150])
+    cache.evict_all()
+    keep(cache, [*BASE[:140], 7])
+    if room == "beside the other":
+        keep(cache, unrelated(9, 40))
+        cache._tree.find(unrelated(9, 40)).value.hits = 1000  # so that the other one is the least valuable
+        cache.limit_bytes += pool.page_nbytes - 1
+    hit = cache.lookup([*BASE[:150], 7])
+    assert hit.rows == 150
+    held = {(0, 150), (0, 141)} if room == "beside the other" else {(0, 150)}
+    assert rows_held(cache) == held
+    cache.release(hit)
+    for tokens in resident(cache):
+        assert_restores(cache, tokens)
+    Serving(cache).check()
 
 
 @pytest.mark.parametrize("kind", ["state", "rows"])

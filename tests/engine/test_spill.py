@@ -266,6 +266,7 @@ def test_a_state_under_the_name_of_another_is_not_taken_for_it(tmp_path):
     shutil.copy(*states)
     store = open_store(tmp_path)
     assert [len(store.path(tokens)) for tokens in (right, wrong)] == [1, 0]
+    assert len(store) == len(files(tmp_path)) == 1
 
 
 @pytest.mark.parametrize("changed", [{"identity": "another"}, {"device": "cuda-90"}, {"version": "2"}])
