@@ -186,3 +186,13 @@ def test_requests_wait_for_memory_and_never_overrun_it(test_checkpoint, requests
         assert engine.rounds.state.free_pages == 7
     finally:
         engine.close()
+
+
+def test_a_request_that_takes_every_page_is_served(test_checkpoint):
+    engine = Engine(test_checkpoint, EngineSettings(context=90, parallel=1, prompt_cache_gib=0))
+    try:
+        for length in (80, 89):
+            end = reply(engine, Request(prompt(engine, length)))[0]
+            assert (end.reason, len(end.tokens)) == ("length", 90 - length)
+    finally:
+        engine.close()

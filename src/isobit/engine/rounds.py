@@ -66,7 +66,7 @@ class Rounds:
         for lane in list(self.lanes):
             self._retire_if_over(lane)
         lanes = schedule.choose([lane for lane in schedule.running(self.lanes) if self._resume(lane)])
-        lanes = [lane for lane in lanes if self._has_pages(lane)]
+        lanes = self._with_pages(lanes)
         if not lanes:
             return
         try:
@@ -260,12 +260,21 @@ class Rounds:
                 lane.drafts.stream = lane.stream
         return lane.stream is not None
 
-    def _has_pages(self, lane: Lane) -> bool:
-        """Make sure of the pages of the lane's next rows, with one more in case its last is shared."""
+    def _with_pages(self, lanes: list[Lane]) -> list[Lane]:
+        """The lanes whose next rows there are pages for, all of them together."""
+        ready, taken = [], 0
+        for lane in lanes:
+            needed = self._pages_needed(lane)
+            if self.cache.free_pages(taken + needed):
+                ready.append(lane)
+                taken += needed
+        return ready
+
+    def _pages_needed(self, lane: Lane) -> int:
+        """The most pages that the lane's next rows take."""
         assert lane.stream is not None
         rows = min(lane.prompt_left, lane.segment_rows) if lane.prompt_left else DRAFT_ROWS
-        missing = pages_for(min(lane.rows + rows, self.model.context)) - len(lane.stream.pages)
-        return self.cache.free_pages(max(missing, 0) + 1)
+        return self.state.pages_needed(lane.stream, min(rows, len(lane.request.tokens) + lane.limit - lane.rows))
 
     def _limit(self, request: Request) -> int:
         """The most reply tokens of a request."""

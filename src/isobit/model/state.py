@@ -169,19 +169,27 @@ class StatePool:
         """Give up a kept state's share of its pages."""
         self._release(kept.pages)
 
+    def pages_needed(self, stream: Stream, count: int) -> int:
+        """How many free pages it takes to write rows [stream.rows, stream.rows + count)."""
+        return self._missing_pages(stream, count) + len(self._shared_pages(stream))
+
     def reserve(self, stream: Stream, count: int) -> None:
         """Make sure that rows [stream.rows, stream.rows + count) can be written to pages of the stream's own."""
-        missing = max(pages_for(stream.rows + count) - len(stream.pages), 0)
+        needed = self.pages_needed(stream, count)
+        if needed > len(self._free_pages):
+            raise StateFullError(f"the key-value pages are full: {needed} needed, {len(self._free_pages)} free")
+        for i in self._shared_pages(stream):
+            stream.pages[i] = self._copy_page(stream.pages[i])
+        stream.pages.extend(self._take_page() for _ in range(self._missing_pages(stream, count)))
+
+    def _missing_pages(self, stream: Stream, count: int) -> int:
+        return max(pages_for(stream.rows + count) - len(stream.pages), 0)
+
+    def _shared_pages(self, stream: Stream) -> list[int]:
+        """The places of the stream's pages that its next rows are written to and that others hold too."""
         # A forward completes the MTP head's row of the position before its first.
         first_written = (max(stream.rows - 1, 0) if "mtp" in self.caches else stream.rows) // PAGE_ROWS
-        shared = [i for i in range(first_written, len(stream.pages)) if self._page_users[stream.pages[i]] > 1]
-        if missing + len(shared) > len(self._free_pages):
-            raise StateFullError(
-                f"the key-value pages are full: {missing + len(shared)} needed, {len(self._free_pages)} free"
-            )
-        for i in shared:
-            stream.pages[i] = self._copy_page(stream.pages[i])
-        stream.pages.extend(self._take_page() for _ in range(missing))
+        return [i for i in range(first_written, len(stream.pages)) if self._page_users[stream.pages[i]] > 1]
 
     def batch(self, plan: "Plan") -> Batch:
         """The plan's rows and where their streams' state lies; reserves the pages that it will write."""
