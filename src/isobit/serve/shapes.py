@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from isobit.engine.origin import Origin
 from isobit.engine.request import Request, TokenEvent
-from isobit.serve.receipts import receipt
+from isobit.serve.receipts import receipt_of
 from isobit.serve.replies import Delta, End
 
 
@@ -91,7 +91,7 @@ class Shape:
             "accepted": finished.accepted,
             "timings": asdict(finished.timings),
             "notice": finished.notice,
-            "receipt": receipt(self.origin, self.request, len(end.tokens)),
+            "receipt": receipt_of(self.origin, self.request, len(end.tokens)).as_dict(),
         }
         return {**described, "tokens": list(end.tokens)} if self.with_token_ids else described
 
