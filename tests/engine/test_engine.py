@@ -154,6 +154,11 @@ def test_a_memory_limit_is_kept_or_refused_with_the_numbers(test_checkpoint):
         Engine(test_checkpoint, EngineSettings(context=400, memory_gib=0.01))
 
 
+def test_the_checkpoints_folder_is_no_place_to_spill_to(test_checkpoint):
+    with pytest.raises(IsobitError, match="--spill-dir is the checkpoint's own folder"):
+        Engine(test_checkpoint, EngineSettings(context=100, parallel=1, spill_dir=str(test_checkpoint)))
+
+
 def test_hashes_are_of_little_endian_bytes():
     assert token_hash((1, 2)) == "34fb5c825de7ca4aea6e712f19d439c1da0c92c37b423936c5f618545ca4fa1f"
     one = np.array([1.0], np.float32)

@@ -174,8 +174,10 @@ class Engine:
         settings = self.settings
         if settings.spill_dir is None or not settings.prompt_cache_gib:
             return None
-        limit = int(settings.spill_gib * memory.GIB)
-        return SpillStore(Path(settings.spill_dir), limit, self.origin.checkpoint, self.origin.device)
+        folder, limit = Path(settings.spill_dir), int(settings.spill_gib * memory.GIB)
+        if folder.resolve() == self.folder:
+            raise IsobitError(f"--spill-dir is the checkpoint's own folder {folder}: expected a folder of its own")
+        return SpillStore(folder, limit, self.origin.checkpoint, self.origin.device)
 
     def _wake(self) -> None:
         with self._work:
