@@ -145,6 +145,4 @@ def _check_size(weights: Linear, inputs: int, outputs: int) -> None:
         )
 
 
-_PHASES = np.array(
-    [place_of(phase) for phase in (product.hidden_phase, product.ready_phase, product.output_phase)], np.int64
-)
+_PHASES = np.array([place_of(phase) for phase in (product.hidden_phase, product.output_phase)], np.int64)

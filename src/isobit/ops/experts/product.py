@@ -1,14 +1,14 @@
 """The experts' kernels: gate and up projections, the activation, then the weighted sum of the down projections.
 
-Three phases, with all threads done with one before the next: hidden values of every pair, split over experts and
-blocks of hidden columns; the same made ready for the down projections, split over pairs; the outputs, split over
-blocks of columns.
+Two phases, with all threads done with the first before the second: hidden values of every pair, made ready for the down
+projections, split over experts and blocks of hidden columns; the outputs, split over blocks of columns.
 """
 
 from numba import carray, cfunc, types
 
 from isobit.ops.experts import grouping
 from isobit.ops.experts.grouping import expert_of, pair_of_row, row_of, shard_end, start_of, weight_of
+from isobit.ops.lanes import LANES, lanes_load_first, lanes_store_first
 from isobit.ops.linear.blocks import BLOCK, ROW_BYTES, add_terms, add_totals, round_totals
 from isobit.ops.linear.memory import call, copy_floats, field, float_at, put_float, zero_floats
 from isobit.ops.linear.product import (
@@ -22,6 +22,8 @@ from isobit.ops.linear.product import (
     chains_of_rows,
     finish_row,
     inlined,
+    input_blocks,
+    prepare_blocks,
     prepare_row,
     real_columns,
 )
@@ -47,8 +49,9 @@ phase = cfunc(types.void(*[types.int64] * 8), cache=True)  # what `linear.parall
 def swish(gate, up, count):
     """gate = silu(gate) * up."""
     gates, ups = carray(gate, count), carray(up, count)
-    for i in range(count):
-        gates[i] = silu32(gates[i]) * ups[i]
+    for i in range(0, count, LANES):
+        some = min(LANES, count - i)
+        lanes_store_first(gates, i, silu32(lanes_load_first(gates, i, some)) * lanes_load_first(ups, i, some), some)
 
 
 @inlined
@@ -87,10 +90,11 @@ def pass_rows(plan, count):
 
 
 @inlined
-def hidden_values(x, plan, record, active, first_column, last_column, hidden, room):
-    """The hidden values of all pairs of one expert, its stored columns [first_column, last_column)."""
+def hidden_values(x, plan, record, active, first_column, last_column, hidden, ready, room):
+    """The hidden values of all pairs of one expert, its stored columns [first_column, last_column), made ready."""
     expert, start, end = expert_of(plan, active), start_of(plan, active), start_of(plan, active + 1)
-    stride = 4 * field(record, HIDDEN_STRIDE)
+    stride, ready_blocks = 4 * field(record, HIDDEN_STRIDE), field(record, READY_BLOCKS)
+    down = layer_of(record, expert, DOWN)
     most = pass_rows(plan, end - start)
     spare, other, panels = room, room + ROW_BYTES, room + 2 * ROW_BYTES
     sums = panels + 4 * PANELS_FLOATS
@@ -111,13 +115,20 @@ def hidden_values(x, plan, record, active, first_column, last_column, hidden, ro
                     columns = min(BLOCK, last_column - column)
                     chains_of_rows(layer, column, columns, rows, prepared, sums, totals, panels)
                 count = real_columns(layer, column, last_column)
+                block = column // BLOCK
+                last_block = min(block + 1, input_blocks(down))
+                if block + 1 == column_blocks(layer):
+                    last_block = input_blocks(down)
                 for row in range(rows):
-                    out = hidden + (begin + row) * stride + 4 * column
+                    source = hidden + (begin + row) * stride
+                    out = source + 4 * column
                     if projection == GATE:
                         finish_row(place + row * ROW_BYTES, layer, column, count, out, spare)
                     else:
                         finish_row(place + row * ROW_BYTES, layer, column, count, other, spare)
                         call(field(record, SWISH), (out, other, count))
+                        target = ready + (begin * ready_blocks + row) * ROW_BYTES
+                        prepare_blocks(source, down, block, last_block, target, rows * ROW_BYTES, spare)
 
 
 @inlined
@@ -167,7 +178,7 @@ def shared_gates(x, first_row, last_row, plan, record, shared_weights, room):
 @phase
 def hidden_phase(rows, x, y, record, plan, scratch, part, parts):
     """Hidden values, cut where the work is even; and the shared expert's weights, cut by rows."""
-    hidden, _, shared_weights, room = places(plan, record, scratch, part)
+    hidden, ready, shared_weights, room = places(plan, record, scratch, part)
     total = 0
     for active in range(field(plan, grouping.ACTIVE)):
         total += hidden_cost(plan, record, active)
@@ -180,27 +191,9 @@ def hidden_phase(rows, x, y, record, plan, scratch, part, parts):
         first, last = begins_before(low - begin, cost, blocks), begins_before(high - begin, cost, blocks)
         if first < last:
             last_column = min(last * BLOCK, field(layer, TILE_COLUMNS) * TILE)
-            hidden_values(x, plan, record, active, first * BLOCK, last_column, hidden, room)
+            hidden_values(x, plan, record, active, first * BLOCK, last_column, hidden, ready, room)
         begin += cost
     shared_gates(x, part * rows // parts, (part + 1) * rows // parts, plan, record, shared_weights, room)
-
-
-@phase
-def ready_phase(rows, x, y, record, plan, scratch, part, parts):
-    """The hidden values as the down projections read them."""
-    hidden, ready, _, room = places(plan, record, scratch, part)
-    pairs = field(plan, grouping.PAIRS)
-    first, last = part * pairs // parts, (part + 1) * pairs // parts
-    pair_bytes = field(record, READY_BLOCKS) * ROW_BYTES
-    for active in range(field(plan, grouping.ACTIVE)):
-        start, end = start_of(plan, active), start_of(plan, active + 1)
-        layer = layer_of(record, expert_of(plan, active), DOWN)
-        most = pass_rows(plan, end - start)
-        for pair in range(max(start, first), min(end, last)):
-            begin = start + (pair - start) // most * most
-            target = ready + begin * pair_bytes + (pair - begin) * ROW_BYTES
-            source = hidden + 4 * field(record, HIDDEN_STRIDE) * pair
-            prepare_row(source, layer, target, min(most, end - begin) * ROW_BYTES, room)
 
 
 @inlined

@@ -31,7 +31,7 @@ MULTIPLY_PANELS = 12
 ROTATE_INPUT = 13
 ROTATE_OUTPUT = 14
 CLOSE_SHARD = 15
-PREPARE_ROW = 16
+PREPARE_BLOCKS = 16
 CHAINS_OF_ROW = 17
 CHAINS_OF_ROWS = 18
 FINISH_ROW = 19
@@ -70,23 +70,29 @@ def prepare_row(x, layer, prepared, block_stride, spare):
 
     Block b goes to prepared + b * block_stride. spare: room for 128 float32.
     """
-    call(field(layer, PREPARE_ROW), (x, layer, prepared, block_stride, spare))
+    prepare_blocks(x, layer, 0, input_blocks(layer), prepared, block_stride, spare)
 
 
-@cfunc(types.void(*[types.int64] * 5), cache=True)
-def _prepare_row(x, layer, prepared, block_stride, spare):
+@inlined
+def prepare_blocks(x, layer, first, last, prepared, block_stride, spare):
+    """The same for blocks first to last - 1 of the row."""
+    call(field(layer, PREPARE_BLOCKS), (x, layer, first, last, prepared, block_stride, spare))
+
+
+@cfunc(types.void(*[types.int64] * 7), cache=True)
+def _prepare_blocks(x, layer, first, last, prepared, block_stride, spare):
     inputs = field(layer, INPUTS)
     scales = field(layer, INPUT_SCALES)
-    for block in range(input_blocks(layer)):
-        first = block * BLOCK
-        count = min(max(inputs - first, 0), BLOCK)
-        source, target = x + 4 * first, prepared + block * block_stride
+    for block in range(first, last):
+        column = block * BLOCK
+        count = min(max(inputs - column, 0), BLOCK)
+        source, target = x + 4 * column, prepared + block * block_stride
         if count < BLOCK:
             zero_floats(spare, BLOCK)
             copy_floats(source, spare, count)
             source = spare
         if scales != 0:
-            call(field(layer, ROTATE_INPUT), (source, scales + 2 * first, target))
+            call(field(layer, ROTATE_INPUT), (source, scales + 2 * column, target))
         else:
             copy_floats(source, target, BLOCK)
 
@@ -196,7 +202,7 @@ def common_fields(record: np.ndarray) -> None:
     record[ROTATE_INPUT] = place_of(blocks.rotate_input)
     record[ROTATE_OUTPUT] = place_of(blocks.rotate_output)
     record[CLOSE_SHARD] = place_of(blocks.close_shard)
-    record[PREPARE_ROW] = place_of(_prepare_row)
+    record[PREPARE_BLOCKS] = place_of(_prepare_blocks)
     record[CHAINS_OF_ROW] = place_of(_chains_of_row)
     record[CHAINS_OF_ROWS] = place_of(_chains_of_rows)
     record[FINISH_ROW] = place_of(_finish_row)
