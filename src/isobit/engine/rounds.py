@@ -17,7 +17,7 @@ from isobit.engine.request import FinishReason, PromptProgress, Request, TokenEv
 from isobit.engine.settings import EngineSettings
 from isobit.model.flash_next import FlashNext
 from isobit.model.plan import Plan, Segment
-from isobit.model.state import StatePool, pages_for
+from isobit.model.state import StateFullError, StatePool, pages_for
 from isobit.ops.sample import Draw, Samples
 
 PROGRESS_SECONDS = 0.05
@@ -65,8 +65,10 @@ class Rounds:
         """One forward for the active lanes: choose, plan, forward, sample, commit."""
         for lane in list(self.lanes):
             self._retire_if_over(lane)
-        lanes = schedule.choose([lane for lane in schedule.running(self.lanes) if self._resume(lane)])
-        lanes = self._with_pages(lanes)
+        chosen = schedule.choose([lane for lane in schedule.running(self.lanes) if self._resume(lane)])
+        lanes = self._with_pages(chosen)
+        if chosen and not lanes:
+            raise StateFullError("no lane can go on: every key-value page is taken")
         if not lanes:
             return
         try:
