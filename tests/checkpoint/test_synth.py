@@ -297,7 +297,8 @@ BAD_OPTIONS = {
     "ngram rows": ({"ngram_rows": 3}, "expected at least 8"),
     "ngram shards": ({"ngram_shards": 0}, "expected at least 1"),
     "embedding bits": ({"embedding_bits": 12}, "embedding width 12"),
-    "layers": ({"layers": 0}, "expected at least 1"),
+    "layers": ({"layers": 0}, "expected 1 to 512"),
+    "endless layers": ({"layers": 10**9}, "expected 1 to 512"),
     "overrides": ({"overrides": {"indexer_budget": 33}}, "indexer_budget 33 is no multiple"),
 }
 

@@ -1,5 +1,6 @@
 """The command line: what scripts and newcomers rely on."""
 
+import io
 import json
 import os
 import signal
@@ -92,6 +93,42 @@ def test_every_failure_of_the_world_is_one_line(error, shown, monkeypatch, capsy
     said = capsys.readouterr().err
     assert said.startswith(f"isobit: {shown}")
     assert said.count("\n") == 1
+
+
+def test_a_stream_that_is_closed_or_cannot_spell_a_character_is_no_defect(monkeypatch):
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdin", None)
+    monkeypatch.setattr(sys, "stderr", None)
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
+    monkeypatch.setattr("isobit.cli.generate.open_engine", lambda *_, **__: print("é\udcff"))
+    with pytest.raises(AttributeError, match="NoneType"):
+        run(["generate", "DIR", "hi"])
+    sys.stdout.flush()
+    assert written.getvalue() == b"\\xe9\\udcff\n"
+    assert run(["generate", "DIR", "-", "--prefill", "x"]) == 2
+    monkeypatch.setattr(sys, "stdout", None)
+    assert run(["--version"]) == 0
+
+
+def test_a_prompt_that_is_no_utf8_is_named(capsys):
+    assert run(["generate", "DIR", "ab\udcff"]) == 2
+    assert "the prompt is not valid UTF-8 at byte 2" in capsys.readouterr().err
+
+
+def test_a_full_disk_behind_standard_output_is_one_line(test_checkpoint):
+    command = [sys.executable, "-m", "isobit", "inspect", str(test_checkpoint), "--json"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 2
+    assert done.stderr == "isobit: input or output: No space left on device\n"
+
+
+@pytest.mark.parametrize("command", [["synth", "DIR"], ["convert", "DIR", "NEW", "--bits", "3"]], ids=lambda c: c[0])
+def test_progress_leaves_no_line_where_there_is_no_terminal(command, tmp_path, capsys):
+    (tmp_path / "something").touch()
+    names = {"DIR": str(tmp_path), "NEW": str(tmp_path / "new")}
+    assert run([names.get(part, part) for part in command]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_a_defect_is_not_hidden(monkeypatch):

@@ -24,6 +24,7 @@ from isobit.errors import IsobitError
 ARCHITECTURE = "Qwen4ExpForConditionalGeneration"
 FORMAT_VERSION = "1.6.5"  # the exllamav3 release whose format this is
 FILE_BYTES = 8 << 30
+MAX_LAYERS = 512
 TABLE_FILE = "ngram_embedding.safetensors"
 TORCH_TYPES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "I16": "int16", "I32": "int32"}
 
@@ -124,8 +125,8 @@ def _text_config(
     overrides: Mapping[str, Any],
 ) -> dict[str, Any]:
     layers = preset.layers if layers is None else layers
-    if layers < 1:
-        raise IsobitError(f"{layers} layers, expected at least 1")
+    if not 1 <= layers <= MAX_LAYERS:
+        raise IsobitError(f"{layers} layers, expected 1 to {MAX_LAYERS}")
     if ngram_shards < 1:
         raise IsobitError(f"{ngram_shards} n-gram shards, expected at least 1")
     config = dict(preset.config)

@@ -208,7 +208,7 @@ def _load(path: Path) -> tokenizers.Tokenizer:
     if not path.is_file():
         raise CheckpointError(f"{path.parent} holds no {path.name}; a checkpoint needs its tokenizer, {AGAIN}")
     try:
-        tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        tokenizer = tokenizers.Tokenizer.from_buffer(path.read_bytes())
     except Exception as error:  # the package raises plain Exception for whatever its parser finds
         reason = " ".join(str(error).split())
         raise CheckpointError(f"{path}: is no tokenizer that can be read ({reason}); {AGAIN}") from None

@@ -1,5 +1,6 @@
 """The `isobit` command: what all commands share, and where they are put together."""
 
+import io
 import os
 import sys
 
@@ -59,6 +60,7 @@ app.add_typer(bench)
 
 def run(arguments: list[str] | None = None) -> int:
     """Run a command line and return the exit code: 2 after one line on stderr when the user has to mend something."""
+    _mend_streams()
     try:
         code = app(arguments, prog_name="isobit", standalone_mode=False)
         sys.stdout.flush()
@@ -71,13 +73,22 @@ def run(arguments: list[str] | None = None) -> int:
     except IsobitError as error:
         return _fail(str(error))
     except OSError as error:
-        return _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+        return _fail(f"{error.filename or 'input or output'}: {error.strerror or error}")
     except MemoryError as error:
         return _fail(f"memory ran out ({error}): close other programs, or lower --context or --memory-gib")
     except Exception as error:
         if not hasattr(error, "format_message"):
             raise
         return _fail(_usage(error))
+
+
+def _mend_streams() -> None:
+    """Let no stream that is closed, or cannot spell a character, end a command with a traceback."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def _fail(message: str) -> int:

@@ -130,7 +130,8 @@ class _Progress:
         from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
         columns = (BarColumn(bar_width=24), TaskProgressColumn(), TextColumn("{task.description}", markup=False))
-        self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
+        console = Console(stderr=True)
+        self._bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
         self._task = self._bar.add_task("", total=1.0)
         self._bar.start()
         return self

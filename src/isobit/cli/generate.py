@@ -1,6 +1,7 @@
 """`isobit generate`: one reply, streamed to the terminal."""
 
 import json
+import os
 import secrets
 import sys
 from dataclasses import asdict
@@ -59,7 +60,9 @@ def generate(
     as_json: Json = False,
 ) -> None:
     """Write one reply to the terminal."""
-    text = _read_stdin() if prompt == "-" else prompt
+    text = (
+        _utf8(sys.stdin.buffer.read(), "standard input") if prompt == "-" else _utf8(os.fsencode(prompt), "the prompt")
+    )
     if system is not None and not chat:
         raise IsobitError("--system needs the chat template: leave out --raw")
     largest = segment_rows or settings.SEGMENT_ROWS.default
@@ -88,7 +91,7 @@ def generate(
         )
         reply, finished = _reply(engine, request, show=not as_json)
         if as_json:
-            print(json.dumps(_described(engine, request, reply, finished), ensure_ascii=False))
+            print(json.dumps(_described(engine, request, reply, finished)))
         elif finished.notice:
             print(f"isobit: {finished.notice}", file=sys.stderr)
     finally:
@@ -153,8 +156,8 @@ def _described(engine: "Engine", request: "Request", text: str, finished: "Finis
     }
 
 
-def _read_stdin() -> str:
+def _utf8(data: bytes, what: str) -> str:
     try:
-        return sys.stdin.buffer.read().decode("utf-8")
+        return data.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise IsobitError(f"standard input is not valid UTF-8 at byte {error.start}: expected UTF-8 text") from None
+        raise IsobitError(f"{what} is not valid UTF-8 at byte {error.start}: expected UTF-8 text") from None

@@ -1,5 +1,6 @@
 """`isobit serve`: the HTTP server."""
 
+import os
 from typing import Annotated
 
 import typer
@@ -64,7 +65,9 @@ def serve(
         try:
             from isobit.serve.app import ServerOptions, create_app
 
-            options = ServerOptions(name or engine.name, max_tokens, body_mib * 2**20)
+            # A folder's name may hold bytes that no JSON text can.
+            shown_name = os.fsencode(name or engine.name).decode("utf-8", "replace")
+            options = ServerOptions(shown_name, max_tokens, body_mib * 2**20)
             url = server.url_of(bound)
             lanes = engine.status().lanes
             shown = f"context {engine.context}, {lanes} at a time"

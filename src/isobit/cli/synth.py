@@ -18,7 +18,8 @@ PresetOption = Annotated[
     ),
 ]
 LayersOption = Annotated[
-    int | None, typer.Option(min=1, help="Decoder layers, every fourth one attention. Default: 4.", show_default=False)
+    int | None,
+    typer.Option(min=1, max=512, help="Decoder layers, every fourth one attention. Default: 4.", show_default=False),
 ]
 SeedOption = Annotated[int, typer.Option(help="Every value follows from it: same seed, same bytes.")]
 CodebookOption = Annotated[
@@ -128,7 +129,8 @@ class _Progress:
         from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
         columns = (TextColumn("writing"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-        self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
+        console = Console(stderr=True)
+        self._bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
         self._task = self._bar.add_task("", total=None)
         self._bar.start()
         return self

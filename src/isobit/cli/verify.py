@@ -50,7 +50,7 @@ def verify(
     tasks = [work.task_of(record, tokenizer, prefill) for record in records]  # type: ignore[arg-type]
     differing = _compare(tasks, chosen, memory_gib, threads, as_json)
     if as_json:
-        print(json.dumps(_report(tasks, differing, origin, prefill), ensure_ascii=False))
+        print(json.dumps(_report(tasks, differing, origin, prefill)))
     else:
         _print_verdict(differing)
     if any(differing):
