@@ -15,22 +15,22 @@ def fidelity(
     folder: Annotated[Path, typer.Argument(help="Folder of the checkpoint.", show_default=False)],
     tokens: Annotated[
         int | None,
-        typer.Option(help="Positions to compare [default: 96 past the indexer's budget].", min=1, show_default=False),
+        typer.Option(help="Positions to compare. Default: 96 past the indexer's budget.", min=1, show_default=False),
     ] = None,
     text: Annotated[
-        Path | None, typer.Option(help="Take the tokens from this text file [default: random].", show_default=False)
+        Path | None, typer.Option(help="Take the tokens from this text file. Default: random ones.", show_default=False)
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the random tokens.", min=0)] = 0,
     memory_gib: Annotated[
         float | None,
-        typer.Option(help="The most memory to use [default: what is free].", min=0.0, show_default=False),
+        typer.Option(help="The most memory to use, in GiB. Default: what is free.", min=0.0, show_default=False),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
 ) -> None:
     """Compare a checkpoint's logits with transformers' own model, on the CPU in float32.
 
     Every position whose best token differs is traced to the near tie that explains it. Exit code 0 when all positions
-    agree or are so explained, 1 otherwise. Needs: pip install "isobit[fidelity]".
+    agree or are so explained, 1 otherwise. Needs the extra "fidelity": PyTorch and transformers.
     """
     from rich.console import Console
 

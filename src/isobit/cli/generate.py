@@ -30,7 +30,9 @@ if TYPE_CHECKING:
     from isobit.engine.engine import Engine
     from isobit.engine.request import Finished, Request
 
-PromptArgument = Annotated[str, typer.Argument(help="The prompt; - reads it from standard input.", show_default=False)]
+PromptArgument = Annotated[
+    str, typer.Argument(help="The prompt; - reads it from standard input, line ends and all.", show_default=False)
+]
 ChatOption = Annotated[
     bool, typer.Option("--chat/--raw", help="Wrap the prompt in the chat template, or take it as it is.")
 ]
