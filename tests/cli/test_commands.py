@@ -14,7 +14,7 @@ from isobit.cli.app import run
 from isobit.cli.common import printable
 from isobit.errors import IsobitError
 
-COMMANDS = ("demo", "generate", "serve", "inspect", "synth", "convert", "fidelity", "contract", "bench")
+COMMANDS = ("demo", "generate", "serve", "verify", "inspect", "synth", "convert", "fidelity", "contract", "bench")
 
 
 def isobit(*arguments: str, **options) -> subprocess.CompletedProcess:

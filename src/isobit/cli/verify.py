@@ -80,9 +80,9 @@ def _compare(
 
 
 def _recorded_folder(file: Path, records: "list[Recorded]") -> Path:
-    folders = {record.folder for record in records}
-    if len(folders) == 1 and (folder := folders.pop()) is not None:
-        return Path(folder)
+    folders = {record.folder for record in records if record.folder is not None}
+    if len(folders) == 1:
+        return Path(folders.pop())
     raise IsobitError(f"{file} does not say which checkpoint it is of: name its folder, isobit verify FILE DIR")
 
 

@@ -90,7 +90,7 @@ def read_records(path: Path) -> list[Recorded]:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise IsobitError(f"{path} is not UTF-8 text (byte {error.start}): {EXPECTED}") from None
-    records = [_record(value, where) for where, value in _values(text, path)]
+    records = [_record(value, where) for where, value in list(_values(text, path))]
     if not records:
         raise IsobitError(f"{path} is empty: {EXPECTED}")
     return records
@@ -121,6 +121,8 @@ def task_of(record: Recorded, tokenizer: "Tokenizer", prefill: PrefillMode) -> T
             f"{record.where}: its prompt has hash {record.receipt.prompt_hash}, but its request gives {found} here: "
             "the request, the tokenizer or the chat template is another"
         )
+    if parsed.sampling() != record.receipt.sampling:
+        raise IsobitError(f"{record.where}: its request and its receipt name different sampling: it is not its reply's")
     # A reply of more tokens than the record has already shows the difference.
     limit = min(record.receipt.max_tokens, record.receipt.reply_tokens + 1)
     request = dataclasses.replace(
@@ -163,6 +165,7 @@ def difference(record: Recorded, reply: Reply) -> Difference | None:
         recorded, computed = _token_at(record.tokens, position), _token_at(reply.tokens, position)
         return Difference(f"reply token {position} differs", recorded, computed, position)
     sides = {
+        "the number of tokens differs": (record.receipt.reply_tokens, len(reply.tokens)),
         "the token hash differs": (record.token_hash, token_hash(reply.tokens)),
         "the logits hash differs": (record.logits_hash, reply.logits_hash),
         "the text differs": (record.text, reply.text),
