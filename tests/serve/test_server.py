@@ -7,6 +7,7 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +17,8 @@ import httpx
 import openai
 import pytest
 
+from isobit.checkpoint.tokenizer import Tokenizer
+from isobit.cli.app import run
 from isobit.serve.child import running_server, stop
 
 CONTEXT = 600
@@ -31,13 +34,13 @@ def url(test_checkpoint: Path) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def client(url: str) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=300) as client:
         yield client
 
 
 @pytest.fixture(scope="module")
 def http(url: str) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=url, timeout=60, trust_env=False) as client:
+    with httpx.Client(base_url=url, timeout=300, trust_env=False) as client:
         yield client
 
 
@@ -58,6 +61,7 @@ def test_the_official_client_chats(client):
     assert whole.choices[0].message.role == "assistant"
     assert whole.usage.completion_tokens <= 20
     assert whole.usage.prompt_tokens_details.cached_tokens == 0
+    asked["extra_body"] = {"reuse": False}
     chunks = list(client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
     streamed = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
     assert streamed == whole.choices[0].message.content
@@ -90,7 +94,7 @@ def test_the_reply_does_not_depend_on_how_the_prompt_is_computed(http, how):
 
 
 def test_the_token_hash_is_of_the_tokens_and_tells_replies_apart(http):
-    answer = complete(http)
+    answer = complete(http, reuse=False)
     tokens = answer["isobit"]["tokens"]
     assert answer["isobit"]["token_hash"] == hashlib.sha256(struct.pack(f"<{len(tokens)}i", *tokens)).hexdigest()
     assert answer["usage"]["completion_tokens"] == len(tokens) == 24
@@ -202,6 +206,101 @@ def test_a_client_that_leaves_stops_its_work_within_a_segment(http):
     assert 'isobit_requests_total{outcome="cancelled"}' in computed
 
 
+def stream(http: httpx.Client, **fields) -> Iterator[dict]:
+    """The chunks of a streamed completion."""
+    body = {"prompt": PROMPT, "max_tokens": 150, "seed": 11, "ignore_eos": True, "stream": True, **fields}
+    with http.stream("POST", "/v1/completions", json=body) as response:
+        yield from (json.loads(line[6:]) for line in response.iter_lines() if line.startswith("data: {"))
+
+
+def test_two_streams_move_on_together_and_change_nothing(http):
+    alone = [complete(http, seed=seed, max_tokens=150, reuse=False)["isobit"]["token_hash"] for seed in (1, 2)]
+    first, second = stream(http, seed=1, reuse=False), stream(http, seed=2, reuse=False)
+    next(first)
+    next(second)
+    assert http.get("/health").json()["running"] == 2
+    assert [list(chunks)[-1]["isobit"]["token_hash"] for chunks in (first, second)] == alone
+
+
+def chat(http: httpx.Client, messages: list[dict], **fields) -> dict:
+    body = {"messages": messages, "max_tokens": 12, "seed": 5, "ignore_eos": True, **fields}
+    response = http.post("/v1/chat/completions", json=body)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def cached(answer: dict) -> int:
+    count = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert answer["isobit"]["rows_reused"] == count
+    assert (
+        answer["isobit"]["rows_computed"] + count
+        == sum(answer["usage"][part] for part in ("prompt_tokens", "completion_tokens")) - 1
+    )
+    return count
+
+
+def test_the_next_turn_of_a_chat_goes_on_from_the_last(http, test_checkpoint):
+    messages = [{"role": "system", "content": "Answer in rhymes. " * 5}, {"role": "user", "content": "Why is it so?"}]
+    first = chat(http, messages)
+    assert cached(first) == 0
+    reply = {"role": "assistant", "content": first["choices"][0]["message"]["content"]}
+    turn = [*messages, reply, {"role": "user", "content": "And then?"}]
+    second = chat(http, turn)
+    assert cached(second) >= first["usage"]["prompt_tokens"]
+    fresh = chat(http, turn, reuse=False)
+    assert cached(fresh) == 0
+    assert [second["isobit"][name] for name in ("token_hash", "logits_hash")] == [
+        fresh["isobit"][name] for name in ("token_hash", "logits_hash")
+    ]
+    other = chat(http, [messages[0], {"role": "user", "content": "Something else"}])
+    system = Tokenizer(test_checkpoint).chat(messages[:1], add_generation_prompt=False)
+    assert cached(other) == len(system)
+
+
+def test_a_background_request_yields_to_others(http):
+    expected = complete(http, seed=21, max_tokens=200)["isobit"]["token_hash"]
+    background = stream(http, seed=21, max_tokens=200, priority="background")
+    next(background)
+    body = {"prompt": "urgent", "max_tokens": 60, "seed": 1, "ignore_eos": True}
+    assert http.post("/v1/completions", json=body).status_code == 200
+    assert http.get("/health").json()["running"] == 1
+    assert list(background)[-1]["isobit"]["token_hash"] == expected
+
+
+def test_drafts_change_no_token(http):
+    asked = {"prompt": "abc" * 60, "temperature": 0, "max_tokens": 80}
+    with_drafts, without = complete(http, **asked), complete(http, **asked, draft=False)
+    assert with_drafts["isobit"]["drafted"] >= with_drafts["isobit"]["accepted"]
+    assert with_drafts["isobit"]["drafted"] > 0
+    assert (without["isobit"]["drafted"], without["isobit"]["accepted"]) == (0, 0)
+    assert reply_of(with_drafts) == reply_of(without)
+    assert 'isobit_draft_tokens_proposed_total{source="mtp"}' in http.get("/metrics").text
+
+
+def test_saved_exchanges_are_verified(http, test_checkpoint, tmp_path, capsys):
+    completion = {"prompt": "Keep this.", "max_tokens": 9, "temperature": 0.8}
+    talk = {"messages": MESSAGES, "max_tokens": 30, "seed": -3, "return_token_ids": True}
+    streamed = {**completion, "stop": ["\n", "e"], "stream": True, "max_tokens": 40}
+    exchanges = [
+        {"request": completion, "response": http.post("/v1/completions", json=completion).json()},
+        {"request": talk, "response": http.post("/v1/chat/completions", json=talk).json()},
+        {"request": streamed, "response": list(stream(http, **streamed, ignore_eos=False))[-1]},
+    ]
+    exchanges[2]["request"] = {**streamed, "seed": 11}
+    file = tmp_path / "exchanges.jsonl"
+    file.write_text("\n".join(map(json.dumps, exchanges)))
+    assert run(["verify", str(file), str(test_checkpoint)]) == 0
+    assert capsys.readouterr().out.count(": equal (") == 3
+    exchanges[1]["response"]["isobit"]["tokens"][3] += 1
+    file.write_text("\n".join(map(json.dumps, exchanges)))
+    assert run(["verify", str(file), str(test_checkpoint), "--prefill", "serial"]) == 1
+    assert "line 2: reply token 3 differs" in capsys.readouterr().out
+    exchanges[0]["response"]["isobit"]["receipt"]["checkpoint"] = "other"
+    file.write_text("\n".join(map(json.dumps, exchanges)))
+    assert run(["verify", str(file), str(test_checkpoint)]) == 2
+    assert "its checkpoint is other, but here it is" in capsys.readouterr().err
+
+
 def start(folder: Path, *options: str) -> tuple[subprocess.Popen, str]:
     command = [sys.executable, "-m", "isobit", "serve", str(folder), "--port", "0", *options]
     process = subprocess.Popen(
@@ -219,24 +318,47 @@ def leave_within_the_body(url: str) -> None:
 
 @pytest.mark.parametrize(("grace", "finishes"), [(60, True), (0, False)])
 def test_a_signal_lets_running_replies_finish_for_the_grace_time(test_checkpoint, grace, finishes):
-    process, url = start(test_checkpoint, "--grace", str(grace))
-    try:
-        leave_within_the_body(url)
-        body = {"prompt": "x", "max_tokens": 200 if finishes else 2000, "stream": True, "ignore_eos": True, "seed": 1}
+    process, url = start(test_checkpoint, "--grace", str(grace), "--parallel", "3")
+    asked = {"max_tokens": 300 if finishes else 2000, "stream": True, "ignore_eos": True, "draft": False}
+    begun = threading.Barrier(4, timeout=60)
+
+    def last_event(seed: int) -> dict:
+        body = {"prompt": "x" * seed, "seed": seed, **asked}
         with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60, trust_env=False) as response:
             lines = response.iter_lines()
             while not next(lines).startswith("data: "):
                 pass
+            begun.wait()
+            return [json.loads(line[6:]) for line in lines if line.startswith("data: {")][-1]
+
+    try:
+        leave_within_the_body(url)
+        with ThreadPoolExecutor(3) as pool, httpx.Client(base_url=url, timeout=60, trust_env=False) as late:
+            streams = [pool.submit(last_event, seed) for seed in (1, 2, 3)]
+            begun.wait()
             process.send_signal(signal.SIGTERM)
-            events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+            if finishes:
+                assert_new_requests_get_503(late)
+            last = [stream.result() for stream in streams]
         if finishes:
-            assert events[-1]["choices"][0]["finish_reason"] == "length"
+            assert [event["choices"][0]["finish_reason"] for event in last] == ["length"] * 3
         else:
-            assert events[-1]["error"]["code"] == "shutting_down"
+            assert [event["error"]["code"] for event in last] == ["shutting_down"] * 3
         assert process.wait(20) == 0
         assert "Traceback" not in process.stderr.read()
     finally:
         stop(process)
+
+
+def assert_new_requests_get_503(late: httpx.Client) -> None:
+    deadline = time.monotonic() + 10
+    while (refused := late.post("/v1/completions", json={"prompt": "y", "max_tokens": 1})).status_code == 200:
+        assert time.monotonic() < deadline, "new requests are still served"
+    assert refused.status_code == 503
+    assert refused.json()["error"]["code"] == "shutting_down"
+    assert int(refused.headers["retry-after"]) > 0
+    health = late.get("/health")
+    assert (health.status_code, health.json()["status"]) == (503, "stopping")
 
 
 def test_the_server_ends_with_the_process_that_started_it(test_checkpoint):
