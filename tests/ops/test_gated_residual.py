@@ -1,11 +1,23 @@
 """The gated residual streams: reading, writing, transformers' module."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
 from isobit.checkpoint.weights import PlainLinear
-from isobit.ops.gated_residual.cpu import add_streams, expand_streams, gated_read, gated_write, prepare_gated_residual
+from isobit.ops.gated_residual.cpu import (
+    BLOCKWISE,
+    LAYER_BY_LAYER,
+    add_streams,
+    expand_streams,
+    gated_read,
+    gated_write,
+    prepare_gated_residual,
+)
+from isobit.ops.linear.contract import random_trellis
 from isobit.ops.linear.cpu import linear, prepare_linear
+from isobit.ops.work import forced_pieces
 from tests.ops import plain
 
 f32 = np.float32
@@ -41,6 +53,48 @@ def test_read_is_the_definition_rounding_by_rounding(streams):
     written = [f32(2) * f32(plain.sigmoid(f32(v / f32(streams)))) for v in linear(flat, site.inject)[0]]
     assert mixed.tobytes() == (total / f32(streams)).tobytes()
     assert injection.tobytes() == np.array(written, f32).tobytes()
+
+
+@pytest.mark.parametrize(
+    ("streams", "hidden", "rank"), [(4, 33, 5), (3, 128, 16), (2, 200, 130), (5, 7, 3)], ids=lambda size: str(size)
+)
+@pytest.mark.parametrize("rows", [1, 2, 7, 30])
+def test_blockwise_and_layer_by_layer_give_the_same_bytes(streams, hidden, rank, rows):
+    rng = np.random.default_rng(rows)
+    site, _ = random_site(rng, streams, hidden, rank)
+    x = rng.standard_normal((rows, streams, hidden)).astype(f32)
+    expected = [array.tobytes() for array in gated_read(x, site, LAYER_BY_LAYER)]
+    for near_rows in (4, 48):
+        for pieces in (1, 2):
+            with forced_pieces(pieces):
+                found = gated_read(x, dataclasses.replace(site, near_rows=near_rows), BLOCKWISE)
+            assert [array.tobytes() for array in found] == expected
+
+
+def test_a_block_of_rows_leaves_nothing_to_the_next():
+    rng = np.random.default_rng(5)
+    site, _ = random_site(rng, 3, 60, 5)
+    site = dataclasses.replace(site, near_rows=4)
+    x = rng.standard_normal((7, 3, 60)).astype(f32)
+    expected = gated_read(x[4:].copy(), site, BLOCKWISE)
+    x[:4] = np.nan
+    found = gated_read(x, site, BLOCKWISE)
+    assert [array[4:].tobytes() for array in found] == [array.tobytes() for array in expected]
+
+
+def test_quantized_layers_and_biases_are_read_layer_by_layer():
+    rng = np.random.default_rng(6)
+    weights = {name: rng.standard_normal(shape).astype(f32) for name, shape in (("down", (8, 256)), ("up", (256, 8)))}
+    up = prepare_linear(PlainLinear("up", weights["up"]))
+    biased = prepare_linear(PlainLinear("down", weights["down"], np.ones(8, f32)))
+    quantized = prepare_linear(random_trellis(rng, 256, 8, "mul1", 3))
+    x = rng.standard_normal((20, 2, 128)).astype(f32)
+    for down in (biased, quantized):
+        site = prepare_gated_residual(np.zeros(256, f32), down, up, None, 2, 1e-6)
+        expected, _ = gated_read(x, site, LAYER_BY_LAYER)
+        assert gated_read(x, site)[0].tobytes() == expected.tobytes()
+        with pytest.raises(KeyError, match="plain"):
+            gated_read(x, site, BLOCKWISE)
 
 
 def test_a_site_without_injection_only_reads():

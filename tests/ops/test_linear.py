@@ -67,6 +67,7 @@ CASES = {
     "bfloat16": lambda rng: random_plain(rng, 33, 200, "bfloat16"),
     "float32": lambda rng: random_plain(rng, 150, 1, "float32"),
     "4 plain shards": lambda rng: random_plain(rng, 4100, 20, "float32"),
+    "4 narrow shards": lambda rng: random_plain(rng, 4100, 3, "float16"),
 }
 
 

@@ -83,6 +83,64 @@ def test_limits_and_nan(apply, name, at_minus_infinity, at_infinity, at_zero):
     assert np.isnan(nan)
 
 
+def test_functions_on_lanes_are_those_of_each_value(apply):
+    exp32, sigmoid32, silu32, softplus32 = scalar.exp32, scalar.sigmoid32, scalar.silu32, scalar.softplus32
+    lanes_load, lanes_store = lanes.lanes_load, lanes.lanes_store
+
+    @njit(error_model="numpy")
+    def on_lanes(x, out):
+        for i in range(0, x.size, 32):
+            value = lanes_load(x, i)
+            lanes_store(out, i, exp32(value))
+            lanes_store(out, x.size + i, sigmoid32(value))
+            lanes_store(out, 2 * x.size + i, silu32(value))
+            lanes_store(out, 3 * x.size + i, softplus32(value))
+
+    x = finite_float32(np.random.default_rng(6), 64)
+    x = np.concatenate([x, np.float32([np.inf, -np.inf, np.nan, 0.0, -0.0, 120.0, -120.0]), x[:25]])
+    out = np.empty((4, x.size), np.float32)
+    on_lanes(x, out)
+    for name, values in zip(("exp32", "sigmoid32", "silu32", "softplus32"), out, strict=True):
+        np.testing.assert_array_equal(values.view(np.int32), apply(name, x).view(np.int32), name)
+
+
+def test_operators_on_lanes_take_lanes_and_single_values():
+    lanes_load, lanes_store, select = lanes.lanes_load, lanes.lanes_store, scalar.select
+    half = np.float32(0.5)
+
+    @njit(error_model="numpy")
+    def compute(a, b, out):
+        x, y = lanes_load(a, 0), lanes_load(b, 0)
+        lanes_store(out, 0, abs(-x) * half - y / x)
+        lanes_store(out, 32, half + select(x < y, x, half) * y)
+        lanes_store(out, 64, select(x >= half, y - half, half / x))
+        lanes_store(out, 96, select(x > y, half, y))
+
+    a, b = np.random.default_rng(7).standard_normal((2, 32)).astype(np.float32)
+    out = np.empty((4, 32), np.float32)
+    compute(a, b, out)
+    assert out[0].tobytes() == (np.abs(a) * half - b / a).tobytes()
+    assert out[1].tobytes() == (half + np.where(a < b, a, half) * b).tobytes()
+    assert out[2].tobytes() == np.where(a >= half, b - half, half / a).tobytes()
+    assert out[3].tobytes() == np.where(a > b, half, b).tobytes()
+
+
+@pytest.mark.parametrize("count", [0, 1, 31, 32])
+def test_first_lanes_are_read_and_written_alone(count):
+    lanes_load_first, lanes_store_first = lanes.lanes_load_first, lanes.lanes_store_first
+
+    @njit(error_model="numpy")
+    def copy(x, out, read, written):
+        lanes_store_first(out, 0, lanes_load_first(x, 0, read), written)
+
+    x, out = np.arange(1, 34, dtype=np.float32), np.full(33, -1, np.float32)
+    copy(x, out, count, 32)
+    assert out.tolist() == [*x[:count], *[0.0] * (32 - count), -1.0]
+    out[:] = -1
+    copy(x, out, 32, count)
+    assert out.tolist() == [*x[:count], *[-1.0] * (33 - count)]
+
+
 def test_exp_rounds_subnormal_results_once(apply):
     x = np.linspace(-104, -93, 5001).astype(np.float32)
     error = np.abs(apply("exp32", x).astype(np.float64) - np.exp(x.astype(np.float64)))

@@ -12,6 +12,16 @@ def empty(shape, dtype=np.float32) -> np.ndarray:
     return _allocate(shape, dtype)
 
 
+def flat(array: np.ndarray) -> np.ndarray:
+    """All elements of a C-contiguous array, in place, [n]; ValueError for another layout.
+
+    A helper that takes flat arrays is compiled once for arrays of any number of dimensions.
+    """
+    if not array.flags.c_contiguous:
+        raise ValueError(f"an array of shape {array.shape} is not C-contiguous")
+    return array.reshape(-1)
+
+
 def set_allocator(allocate: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
     """Replace the allocator of op outputs; returns the previous one. For the contract's hygiene gate only."""
     global _allocate

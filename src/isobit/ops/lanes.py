@@ -12,8 +12,6 @@ from numba.core.errors import TypingError
 from isobit.ops.lane_type import INDEX, LANES, VECTOR, call_on_lanes, in_every_lane, lanes_type
 from isobit.ops.scalar import intrinsic, scalar_function
 
-_FLOAT = ir.FloatType()
-
 
 def _require_float32_rows(array):
     if not (isinstance(array, types.Array) and array.dtype == types.float32 and array.layout == "C"):
@@ -31,6 +29,10 @@ def _vector_pointer(context, builder, signature, args):
 
 def _constant_lanes(value):
     return ir.Constant(VECTOR, [value] * LANES)
+
+
+def _copy_first(builder, target, source, count):
+    cgutils.raw_memcpy(builder, target, source, count, ir.Constant(count.type, 4), align=4)
 
 
 def _all_lanes(builder, count):
@@ -105,10 +107,7 @@ def lanes_load_first(typingctx, array, offset, count):
             with part:
                 vector = cgutils.alloca_once(builder, VECTOR)
                 builder.store(_constant_lanes(0.0), vector)
-                lanes = builder.bitcast(vector, _FLOAT.as_pointer())
-                with cgutils.for_range(builder, args[2]) as loop:
-                    element = builder.load(builder.gep(pointer, [loop.index]), align=4)
-                    builder.store(element, builder.gep(lanes, [loop.index]))
+                _copy_first(builder, builder.bitcast(vector, pointer.type), pointer, args[2])
                 first_values = builder.load(vector)
                 after_part = builder.block
         value = builder.phi(VECTOR)
@@ -132,10 +131,7 @@ def lanes_store_first(typingctx, array, offset, value, count):
             with part:
                 vector = cgutils.alloca_once(builder, VECTOR)
                 builder.store(args[2], vector)
-                lanes = builder.bitcast(vector, _FLOAT.as_pointer())
-                with cgutils.for_range(builder, args[3]) as loop:
-                    element = builder.load(builder.gep(lanes, [loop.index]))
-                    builder.store(element, builder.gep(pointer, [loop.index]), align=4)
+                _copy_first(builder, pointer, builder.bitcast(vector, pointer.type), args[3])
         return context.get_dummy_value()
 
     return types.void(array, types.intp, lanes_type, types.intp), codegen

@@ -1,7 +1,8 @@
 """Arithmetic that every CPU kernel is built from: explicit fused multiply-add, half precision, own functions.
 
 Each function is one sequence of IEEE basic operations, so all CPUs give the same bits. None calls a math library.
-The float32 functions also take lanes (`lane_type`), and do in every lane what they do to one value.
+`fma32`, `select` and the functions of e^x in float32 also take lanes (`lane_type`): what they do to one value, in every
+lane.
 """
 
 from math import factorial

@@ -26,12 +26,11 @@ TWO = np.float32(2.0)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def read_rows(streams, weight, eps, down, up, inject, most_rows, mixed, injection, first, last):
-    """Rows first to last - 1 of mixed [R, H] and injection [R, S] (or [R, 0]) from streams [R, S, H].
+def read_rows(streams, weight, eps, count, down, up, inject, most_rows, mixed, written, injection, first, last):
+    """Rows first to last - 1 of mixed [R, H] and injection [R, written] from streams [R, count, H], all given flat.
 
-    weight: the norm's, [S*H]. down, up, inject: records of plain layers without bias. most_rows: taken at a time.
+    weight: the norm's, [count*H]. down, up, inject: records of plain layers without bias. most_rows: taken at a time.
     """
-    count, written = streams.shape[1], injection.shape[1]
     most_rows = min(most_rows, last - first)
     normed = np.empty(input_blocks(address_of(down)) * most_rows * BLOCK, np.float32)
     low = np.empty(input_blocks(address_of(up)) * most_rows * BLOCK, np.float32)
@@ -40,7 +39,7 @@ def read_rows(streams, weight, eps, down, up, inject, most_rows, mixed, injectio
     for start in range(first, last, most_rows):
         rows = min(most_rows, last - start)
         for row in range(rows):
-            _norm_streams(streams, start + row, weight, eps, normed, row, rows)
+            _norm_streams(streams, start + row, weight, eps, count, normed, row, rows)
         for column in range(0, field(address_of(down), OUTPUTS), BLOCK):
             _chains(down, column, rows, address_of(normed), address_of(low) + 4 * column * rows, scratch)
         _activate_rows(low, field(address_of(down), OUTPUTS), count, rows)
@@ -50,21 +49,22 @@ def read_rows(streams, weight, eps, down, up, inject, most_rows, mixed, injectio
                 write_injection(sums, row * BLOCK, written, count, injection, (start + row) * written)
         for column in range(0, weight.size, BLOCK):
             _chains(up, column, rows, address_of(low), address_of(sums), scratch)
-            _mix_rows(sums, normed, column, rows, count, mixed, start)
+            _mix_rows(sums, normed, column, rows, count, weight.size // count, mixed, start)
 
 
 @inlined
-def _norm_streams(streams, row, weight, eps, normed, place, rows):
+def _norm_streams(streams, row, weight, eps, count, normed, place, rows):
     """The normed streams of a row, into `place` of each block of `rows` rows."""
-    wide, hidden = weight.size, streams.shape[2]
+    wide = weight.size
+    hidden = wide // count
     for begin in range(0, wide, hidden):
         inverse = inverse_rms_at(streams, row * wide + begin, hidden, eps)
         at = begin
         while at < begin + hidden:
-            count = min(BLOCK - at % BLOCK, begin + hidden - at)
+            run = min(BLOCK - at % BLOCK, begin + hidden - at)
             target = (at // BLOCK * rows + place) * BLOCK + at % BLOCK
-            scale_at(streams, row * wide + at, inverse, weight, at, count, normed, target)
-            at += count
+            scale_at(streams, row * wide + at, inverse, weight, at, run, normed, target)
+            at += run
     for at in range(wide, -(-wide // BLOCK) * BLOCK):
         normed[(at // BLOCK * rows + place) * BLOCK + at % BLOCK] = ZERO
 
@@ -125,9 +125,8 @@ def _activate_rows(low, rank, streams, rows):
 
 
 @inlined
-def _mix_rows(sums, normed, column, rows, streams, mixed, first_row):
+def _mix_rows(sums, normed, column, rows, streams, hidden, mixed, first_row):
     """Mix 128 columns of all streams, from `column`: runs of columns of one stream."""
-    hidden = mixed.shape[1]
     end = min(column + BLOCK, streams * hidden)
     for row in range(rows):
         at = column

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 from numba import njit
 
-from isobit.ops.buffers import empty
+from isobit.ops.buffers import empty, flat
 from isobit.ops.gated_residual import blockwise
 from isobit.ops.linear.blocks import BLOCK, ROW_BYTES
 from isobit.ops.linear.cpu import SMALL_WORK, LinearHandle, linear
@@ -79,8 +79,9 @@ def gated_read(
     injection = empty((rows, 0 if site.inject is None else count))
     if how == BLOCKWISE or (how == BY_ROW_COUNT and _is_blockwise(rows, site)):
         records = [layer.record for layer in (site.down, site.up, site.inject or site.down)]
-        arguments = streams, site.norm_weight, np.float32(site.eps), *records, site.near_rows, mixed, injection
-        run_split(blockwise.read_rows, rows * site.row_work, rows, *arguments)
+        inputs = flat(streams), site.norm_weight, np.float32(site.eps), count, *records, site.near_rows
+        outputs = flat(mixed), injection.shape[1], flat(injection)
+        run_split(blockwise.read_rows, rows * site.row_work, rows, *inputs, *outputs)
     else:
         _read_layer_by_layer(streams, site, mixed, injection)
     return mixed, None if site.inject is None else injection
@@ -94,12 +95,14 @@ def _is_blockwise(rows: int, site: GatedResidual) -> bool:
 def _read_layer_by_layer(streams: np.ndarray, site: GatedResidual, mixed: np.ndarray, injection: np.ndarray) -> None:
     rows, count, hidden = streams.shape
     normed = group_norm(streams, site.norm_weight, count, site.eps)
-    flat = normed.reshape(rows, count * hidden)
-    low = linear(flat, site.down)
-    run_split(low_rows, low.size, rows, low, np.float32(count))
+    wide = normed.reshape(rows, count * hidden)
+    low = linear(wide, site.down)
+    run_split(low_rows, low.size, rows, flat(low), site.down.out_features, count)
     up = linear(low, site.up)
-    written = injection if site.inject is None else linear(flat, site.inject)
-    run_split(mix_rows, streams.size, rows, normed, up, written, mixed, injection)
+    written = injection if site.inject is None else linear(wide, site.inject)
+    sizes = count, hidden, injection.shape[1]
+    arrays = (flat(array) for array in (normed, up, written, mixed, injection))
+    run_split(mix_rows, streams.size, rows, *sizes, *arrays)
 
 
 def gated_write(streams: np.ndarray, injection: np.ndarray, y: np.ndarray) -> None:
@@ -113,22 +116,19 @@ def add_streams(streams: np.ndarray, x: np.ndarray) -> None:
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def low_rows(low, streams, first, last):
-    """silu(low / streams) in place, rows first to last - 1 of [R, rank]."""
-    rank = low.shape[1]
+def low_rows(low, rank, streams, first, last):
+    """silu(low / streams) in place, rows first to last - 1 of [R, rank], given flat."""
     for row in range(first, last):
         blockwise.activate(low, row * rank, rank, streams)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def mix_rows(normed, up, written, mixed, injection, first, last):
-    """mixed [R, H] from normed [R, S, H] and up [R, S*H]; injection from `written`, both [R, S] or [R, 0]."""
-    streams, hidden = normed.shape[1], normed.shape[2]
+def mix_rows(streams, hidden, count, normed, up, written, mixed, injection, first, last):
+    """mixed [R, H] from normed and up [R, S*H]; injection [R, count] from `written`. All arrays are given flat."""
     for row in range(first, last):
         for stream in range(streams):
             at = (row * streams + stream) * hidden
             blockwise.mix(up, at, normed, at, hidden, stream, streams, mixed, row * hidden)
-        count = injection.shape[1]
         blockwise.write_injection(written, row * count, count, streams, injection, row * count)
 
 

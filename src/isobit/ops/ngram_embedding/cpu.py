@@ -7,7 +7,7 @@ from numba import njit
 
 from isobit.checkpoint.weights import NgramTable
 from isobit.ops.batch import Batch
-from isobit.ops.buffers import empty
+from isobit.ops.buffers import empty, flat
 from isobit.ops.journal import journal_arguments
 from isobit.ops.ngram_embedding.injection import inject_streams
 from isobit.ops.rings import decode_ring
@@ -20,7 +20,7 @@ STEPS = 16  # element operations of the injection for each of its elements
 
 @dataclass(frozen=True)
 class Ple:
-    """One injection's constants: norm weights float32 [S*H], conv_weight float32 [taps, S*H]."""
+    """One injection's constants: norm weights float32 [S*H], conv_weight float32 [taps * S*H]."""
 
     norm_key: np.ndarray
     norm_query: np.ndarray
@@ -45,7 +45,7 @@ def prepare_ple(
         norm_key=np.array(norm_key, np.float32),
         norm_query=np.array(norm_query, np.float32),
         norm_conv=np.array(norm_conv, np.float32),
-        conv_weight=np.array(np.asarray(conv_weight, np.float32).T, order="C"),
+        conv_weight=np.asarray(conv_weight, np.float32).T.flatten(),
         streams=streams,
         dilation=dilation,
         eps=eps,
@@ -112,11 +112,12 @@ def ple_inject(
 
     journal: [J, rows, S*H], the pool's value after each row that the batch journals.
     """
+    places, journal = journal_arguments(batch, journal, conv_state)
     norms = handle.norm_key, handle.norm_query, handle.norm_conv
-    constants = *norms, handle.conv_weight, handle.dilation, np.float32(handle.eps)
-    moving = conv_state, batch.starts, batch.slots, *journal_arguments(batch, journal, conv_state)
-    work, items = STEPS * streams.size, batch.segments * handle.streams
-    run_split(inject_streams, work, items, streams, key, value, *constants, *moving)
+    constants = handle.streams, *norms, handle.conv_weight, handle.dilation, np.float32(handle.eps)
+    inputs = flat(streams), flat(key), flat(value), *constants
+    moving = flat(conv_state), batch.starts, batch.slots, places, flat(journal)
+    run_split(inject_streams, STEPS * streams.size, batch.segments * handle.streams, *inputs, *moving)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")

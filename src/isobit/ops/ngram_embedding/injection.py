@@ -19,24 +19,26 @@ LEAST_DOT = np.float32(1e-6)
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def inject_streams(
-    streams, key, value, norm_key, norm_query, norm_conv, conv_weight, dilation, eps, state, starts, slots,
+    streams, key, value, count, norm_key, norm_query, norm_conv, conv_weight, dilation, eps, state, starts, slots,
     places, journal, first, last,
 ):  # fmt: skip
-    """Streams first to last - 1, the S streams of a segment after those of the one before: [R, S, H] in place.
+    """Streams first to last - 1, the `count` of a segment after those of the one before: [R, count, H] in place.
 
-    key: [R, S*H]. value: [R, H]. norm weights: [S*H]. conv_weight: [taps, S*H]. state: [slots, rows, S*H].
-    places, journal: as `journal_arguments` gives them.
+    key: [R, count*H]. value: [R, H]. norm weights: [count*H]. conv_weight: [taps, count*H]. state, journal:
+    [slots, rows, count*H]. All of these are given flat. places: int32 [R], or empty where nothing is journaled.
     """
-    count, hidden = streams.shape[1], streams.shape[2]
-    wide, taps, kept = norm_key.size, conv_weight.shape[0], state.shape[1]
+    wide = norm_key.size
+    hidden, taps = wide // count, conv_weight.size // wide
+    kept = (taps - 1) * dilation
     root = np.float32(np.sqrt(np.float64(hidden)))
     keys, queries, gated = np.empty(hidden, np.float32), np.empty(hidden, np.float32), np.empty(hidden, np.float32)
     ring, tap_at = np.empty((kept + 1) * hidden, np.float32), np.empty(taps, np.int64)
     for item in range(first, last):
         column = item % count * hidden
-        start, end, slot = starts[item // count], starts[item // count + 1], slots[item // count]
+        segment = item // count
+        start, end, slot = np.int64(starts[segment]), np.int64(starts[segment + 1]), np.int64(slots[segment])
         for place in range(kept):
-            copy_at(state, (np.int64(slot) * kept + place) * wide + column, ring, place * hidden, hidden)
+            copy_at(state, (slot * kept + place) * wide + column, ring, place * hidden, hidden)
         for row in range(start, end):
             at = row * wide + column
             scale_at(key, at, inverse_rms_at(key, at, hidden, eps), norm_key, column, hidden, keys, 0)
@@ -47,11 +49,11 @@ def inject_streams(
             scale_at(gated, 0, inverse, norm_conv, column, hidden, ring, newest % (kept + 1) * hidden)
             for tap in range(taps):
                 tap_at[tap] = (newest - (taps - 1 - tap) * dilation) % (kept + 1) * hidden
-            _add(streams, at, gated, conv_weight, column, ring, tap_at, hidden)
+            _add(streams, at, gated, conv_weight, wide, column, ring, tap_at, hidden)
             if places.size > 0 and places[row] >= 0:
-                _unroll(ring, newest + 1, kept, hidden, journal, np.int64(places[row]), column)
+                _unroll(ring, newest + 1, kept, hidden, journal, places[row] * kept * wide + column, wide)
         if end > start:
-            _unroll(ring, end - start + kept, kept, hidden, state, np.int64(slot), column)
+            _unroll(ring, end - start + kept, kept, hidden, state, slot * kept * wide + column, wide)
 
 
 @scalar_function
@@ -70,9 +72,8 @@ def _scale(factor, x, at, count, out):
 
 
 @scalar_function
-def _add(streams, at, gated, conv_weight, column, ring, tap_at, hidden):
+def _add(streams, at, gated, conv_weight, wide, column, ring, tap_at, hidden):
     """Add to one stream of a row: the gated value, and silu of the convolution over the ring's rows at `tap_at`."""
-    wide = conv_weight.shape[1]
     for i in range(0, hidden, LANES):
         some = min(LANES, hidden - i)
         total = lanes_zero()
@@ -84,8 +85,7 @@ def _add(streams, at, gated, conv_weight, column, ring, tap_at, hidden):
 
 
 @scalar_function
-def _unroll(ring, rows, kept, hidden, state, slot, column):
-    """Columns of one slot of `state` [slots, kept, C] from the ring's last `kept` of `rows` rows, oldest first."""
+def _unroll(ring, rows, kept, hidden, state, at, wide):
+    """The ring's last `kept` of `rows` rows to flat elements at, at + wide, ... of `state`, oldest first."""
     for place in range(kept):
-        source = (rows - kept + place) % (kept + 1) * hidden
-        copy_at(ring, source, state, (slot * kept + place) * state.shape[2] + column, hidden)
+        copy_at(ring, (rows - kept + place) % (kept + 1) * hidden, state, at + place * wide, hidden)

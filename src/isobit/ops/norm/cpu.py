@@ -3,7 +3,7 @@
 import numpy as np
 from numba import njit
 
-from isobit.ops.buffers import empty
+from isobit.ops.buffers import empty, flat
 from isobit.ops.lanes import LANES, lane_dot_at, lanes_load_first, lanes_store_first
 from isobit.ops.scalar import ONE, rsqrt32, scalar_function
 from isobit.ops.work import run_split
@@ -21,8 +21,7 @@ def group_norm(x: np.ndarray, weight: np.ndarray, groups: int, eps: float) -> np
     out = empty(x.shape)
     width = len(weight) // groups
     rows = x.size // width
-    arguments = x.reshape(rows, width), weight, np.float32(eps), out.reshape(rows, width)
-    run_split(norm_rows, x.size, rows, *arguments)
+    run_split(norm_rows, x.size, rows, flat(x), weight, width, np.float32(eps), flat(out))
     return out
 
 
@@ -42,9 +41,8 @@ def inverse_rms_at(x, at, width, eps):
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def norm_rows(x, weight, eps, out, first, last):
-    """Rows first to last - 1 of x [N, W]; row i uses the part of `weight` that starts at (i mod groups) * W."""
-    width = x.shape[1]
+def norm_rows(x, weight, width, eps, out, first, last):
+    """Rows first to last - 1 of x [N, W], given flat; row i's part of `weight` starts at (i mod groups) * W."""
     groups = weight.size // width
     for row in range(first, last):
         at = row * width
