@@ -42,7 +42,7 @@ def test_a_default_is_allowed_and_explained(setting):
 def test_bounds_are_inclusive_and_not_a_number_is_outside():
     allowed = {value: settings.TEMPERATURE.allows(value) for value in (-0.1, 0, 2, 2.1, float("nan"))}
     assert list(allowed.values()) == [False, True, True, False, False]
-    assert [settings.MEMORY_GIB.allows(value) for value in (0, 0.1)] == [False, True]
+    assert [settings.MEMORY_GIB.allows(value) for value in (0, 0.1, float("inf"))] == [False, True, False]
     assert [settings.PREFILL.allows(value) for value in ("deep", "fast")] == [True, False]
 
 

@@ -1,5 +1,6 @@
 """Every setting of a user, once: its name, default, bounds and help. The CLI, the server and the docs read it here."""
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -52,6 +53,8 @@ class Setting:
         """Whether `value`, of the right kind, is within the bounds."""
         if self.choices:
             return value in self.choices
+        if isinstance(value, float) and not math.isfinite(value):
+            return False
         if self.above is not None and not value > self.above:
             return False
         return (self.minimum is None or value >= self.minimum) and (self.maximum is None or value <= self.maximum)

@@ -337,7 +337,7 @@ def test_weights_that_are_not_finite_are_refused_by_name(tmp_path, name):
 
 def test_a_small_disk_is_refused_before_any_work(small_source, tmp_path, monkeypatch):
     monkeypatch.setattr(module.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1000}))
-    with pytest.raises(IsobitError, match=r"GB of disk, 0\.00 GB are free"):
+    with pytest.raises(IsobitError, match=r"MB of disk, 0\.0 MB are free"):
         convert(small_source, tmp_path / "exl3", ConvertOptions(8))
 
 

@@ -1,6 +1,10 @@
 """`isobit synth` as a command."""
 
 import json
+import signal
+import subprocess
+import sys
+import time
 
 import pytest
 import typer
@@ -65,4 +69,20 @@ def test_bad_options_are_one_line_and_leave_nothing(tmp_path, options, message):
     result = run(str(tmp_path / "bad"), *options)
     assert isinstance(result.exception, IsobitError)
     assert message in str(result.exception)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_terminated_synth_leaves_nothing_behind(tmp_path):
+    command = [sys.executable, "-m", "isobit", "synth", str(tmp_path / "made"), "--preset", "full", "--layers", "1"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    try:
+        while not any(path.is_file() for path in tmp_path.rglob("*.partial")):
+            assert process.poll() is None, "it ended before it could be terminated"
+            time.sleep(0.02)
+        process.terminate()
+        _, said = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    assert process.returncode == 128 + signal.SIGTERM
+    assert said == ""
     assert list(tmp_path.iterdir()) == []

@@ -399,8 +399,8 @@ def _check_space(work: WorkFolder, plan: Plan) -> None:
     free = shutil.disk_usage(work.path).free
     if free < needed:
         raise IsobitError(
-            f"{work.path}: the conversion needs {needed / 1e9:.2f} GB of disk, {free / 1e9:.2f} GB are free; make room "
-            "for it"
+            f"{work.path}: the conversion needs {needed / 1e6:,.1f} MB of disk, {free / 1e6:,.1f} MB are free; make "
+            "room for it"
         )
 
 

@@ -176,7 +176,7 @@ def _check_target(target: Path, nbytes: int) -> None:
     free = shutil.disk_usage(next(parent for parent in target.parents if parent.exists())).free
     if free < nbytes:
         raise IsobitError(
-            f"{target}: the checkpoint takes {nbytes / 1e9:.1f} GB, its disk has {free / 1e9:.1f} GB free; "
+            f"{target}: the checkpoint takes {nbytes / 1e6:,.1f} MB, its disk has {free / 1e6:,.1f} MB free; "
             "take fewer layers or n-gram rows, or make room"
         )
     try:

@@ -2,7 +2,10 @@
 
 import io
 import os
+import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import typer
 
@@ -62,7 +65,8 @@ def run(arguments: list[str] | None = None) -> int:
     """Run a command line and return the exit code: 2 after one line on stderr when the user has to mend something."""
     _mend_streams()
     try:
-        code = app(arguments, prog_name="isobit", standalone_mode=False)
+        with _ended_by_sigterm():
+            code = app(arguments, prog_name="isobit", standalone_mode=False)
         sys.stdout.flush()
         return code if isinstance(code, int) else 0
     except BrokenPipeError:
@@ -89,6 +93,16 @@ def _mend_streams() -> None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
+
+
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """Leave by an exception on SIGTERM, so that nothing half-written and no server process is left behind."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _fail(message: str) -> int:

@@ -1,10 +1,7 @@
 """`isobit demo`: the promise, shown on this machine."""
 
 import json
-import signal
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -70,7 +67,7 @@ def demo(threads: ThreadsOption = None, as_json: Json = False) -> None:
 
     console = Console(stderr=True)
     text = standard_library_text(PROMPT_CHARACTERS)
-    with _ended_by_sigterm(), console.status("Making the demo checkpoint (once)") as status:
+    with console.status("Making the demo checkpoint (once)") as status:
         folder = demo_checkpoint()
         status.update("Starting the server")
         with running_server(folder, [] if threads is None else ["--threads", str(threads)]) as url:
@@ -199,13 +196,3 @@ def _report(runs: list[Run], equal: bool) -> None:
     console.print(f"Deep computed the prompt {deep.prompt_rate / serial.prompt_rate:.1f} times as fast as row by row.")
     verdict = EQUAL.format(tokens=runs[0].reply_tokens) if equal else UNEQUAL
     console.print(verdict, style="green" if equal else "bold red", soft_wrap=True)
-
-
-@contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
-    """Leave by an exception on SIGTERM, so that the server process is ended too."""
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
