@@ -17,6 +17,7 @@ from isobit.cli.common import (
     open_engine,
     option,
 )
+from isobit.errors import IsobitError
 
 STOP_WITH_STDIN = typer.Option("--stop-with-stdin", help="Stop when standard input ends, as a child process should.")
 
@@ -46,6 +47,8 @@ def serve(
     """Serve a checkpoint over HTTP, as OpenAI's API."""
     from isobit.serve import server
 
+    if spill_dir is not None and not prompt_cache_gib:
+        raise IsobitError("--spill-dir needs a prompt cache: give --prompt-cache-gib a value above 0")
     with server.bind(host, port) as bound:
         engine = open_engine(
             folder,
