@@ -129,7 +129,7 @@ REFUSED = {
     "endless experts": ({"num_experts": 10**9}, "num_experts is 1000000000"),
     "interval": ({"layer_types": None, "full_attention_interval": 0}, "full_attention_interval is 0"),
     "wide": ({"hidden_size": 2**31}, "hidden_size is 2147483648"),
-    "endless budget": ({"indexer_budget": 2**31}, "indexer_budget is 2147483648"),
+    "endless budget": ({"indexer_budget": 2**20 + 4}, "indexer_budget is 1048580"),
     "window": ({"max_position_embeddings": 1}, "max_position_embeddings is 1"),
     "infinite eps": ({"rms_norm_eps": float("inf")}, "rms_norm_eps is Infinity"),
     "no number": ({"rms_norm_eps": float("nan")}, "rms_norm_eps is NaN"),

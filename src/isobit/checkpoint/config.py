@@ -28,6 +28,7 @@ SIZE_LIMIT = 1 << 31  # sizes, counts and ids are 32-bit in the kernels
 # Each layer and expert is tensors of its own: a wrong count must be an error, not an endless search for them.
 MAX_LAYERS = 4096
 MAX_EXPERTS = 65_536
+MAX_BUDGET = 1 << 20  # the longest context; rows get buffers for the whole budget
 
 # Keys that would change the arithmetic, with the only values under which isobit's arithmetic is the model's.
 NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
@@ -128,7 +129,7 @@ class FlashNextConfig(BaseModel):
     indexer_n_heads: SizeOrZero = 0
     indexer_kv_heads: SizeOrZero = 0
     indexer_head_dim: SizeOrZero = 0
-    indexer_budget: SizeOrZero = 0
+    indexer_budget: SizeOrZero = Field(default=0, le=MAX_BUDGET)
     indexer_compress_ratio: SizeOrZero = 0
 
     linear_conv_kernel_dim: Size = Field(default=4, ge=2)
