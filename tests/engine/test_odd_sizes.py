@@ -78,7 +78,6 @@ def reply(engine: Engine, tokens: tuple[int, ...], prefill: str, segment_rows: i
     return next(event for event in follow(engine, request) if isinstance(event, Finished))
 
 
-@pytest.mark.xfail(raises=ZeroDivisionError, reason="the memory budget divides by the bytes of a page and of a slot")
 @pytest.mark.parametrize("sizes", STATELESS.values(), ids=STATELESS)
 def test_models_with_one_kind_of_state_keep_the_promise(sizes, tmp_path):
     check_promise(sizes, tmp_path)

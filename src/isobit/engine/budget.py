@@ -35,14 +35,21 @@ def allot(model: FlashNext, limit: int, loaded: int, lanes: int | None, cache_by
     if lanes is None:
         affordable = (left - model.workspace_bytes(SMALL_SEGMENT)) // per_lane
         lanes = max(1, min(MOST_LANES, affordable))
-    pages = min(lanes * pages_for(model.context), (left - lanes * slot - model.workspace_bytes(lanes)) // page)
-    if pages < pages_for(model.context):
+    all_pages = lanes * pages_for(model.context)
+    pages = quotient(left - lanes * slot - model.workspace_bytes(lanes), page, most=all_pages)
+    buffers = left - lanes * slot - pages * page
+    if pages < pages_for(model.context) or buffers < one_row:
         raise IsobitError(
             f"the memory limit is {memory.gib(limit)}, but the weights take {memory.gib(loaded)}, the prompt cache "
             f"{memory.gib(cache_bytes)}, {lanes} lanes {memory.gib(lanes * slot)}, the keys and values of "
             f"{model.context} tokens {memory.gib(pages_for(model.context) * page)} and one row's buffers "
             f"{memory.gib(one_row)}: raise --memory-gib or lower --context, --parallel or --prompt-cache-gib"
         )
-    buffers = left - lanes * slot - pages * page
-    drafted = min(lanes * DRAFTED_TOKENS, buffers // 4 // slot)
-    return Budget(lanes, pages + cache_bytes // page, drafted, buffers - model.journal_bytes(drafted), cache_bytes)
+    drafted = quotient(buffers // 4, slot, most=lanes * DRAFTED_TOKENS)
+    kept_pages = quotient(cache_bytes, page, most=0 if page == 0 else cache_bytes)
+    return Budget(lanes, pages + kept_pages, drafted, buffers - model.journal_bytes(drafted), cache_bytes)
+
+
+def quotient(total: int, size: int, most: int) -> int:
+    """How many things of `size` bytes fit in `total`, at most `most`; all of them when they take nothing."""
+    return most if size == 0 else min(most, total // size)
