@@ -150,7 +150,7 @@ def test_less_memory_means_smaller_segments_and_the_same_reply(engine, test_chec
 
 
 def test_a_memory_limit_is_kept_or_refused_with_the_numbers(test_checkpoint):
-    with pytest.raises(IsobitError, match=r"memory limit is 0\.01 GiB.*raise --memory-gib"):
+    with pytest.raises(IsobitError, match=r"memory limit is 10\.2 MiB.*raise --memory-gib"):
         Engine(test_checkpoint, EngineSettings(context=400, memory_gib=0.01))
 
 

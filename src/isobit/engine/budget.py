@@ -40,8 +40,8 @@ def allot(model: FlashNext, limit: int, loaded: int, lanes: int | None, cache_by
     buffers = left - lanes * slot - pages * page
     if pages < pages_for(model.context) or buffers < one_row:
         raise IsobitError(
-            f"the memory limit is {memory.gib(limit)}, but the weights take {memory.gib(loaded)}, the prompt cache "
-            f"{memory.gib(cache_bytes)}, {lanes} lanes {memory.gib(lanes * slot)}, the keys and values of "
+            f"the memory limit is {memory.gib(limit)}, but process and weights take {memory.gib(loaded)}, the "
+            f"prompt cache {memory.gib(cache_bytes)}, {lanes} lanes {memory.gib(lanes * slot)}, the keys and values of "
             f"{model.context} tokens {memory.gib(pages_for(model.context) * page)} and one row's buffers "
             f"{memory.gib(one_row)}: raise --memory-gib or lower --context, --parallel or --prompt-cache-gib"
         )

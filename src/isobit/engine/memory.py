@@ -24,4 +24,4 @@ def available() -> int:
 
 def gib(count: int) -> str:
     """Bytes as a figure for people."""
-    return f"{count / GIB:.2f} GiB"
+    return f"{count / GIB:.2f} GiB" if abs(count) >= GIB // 10 else f"{count / 2**20:.1f} MiB"

@@ -24,10 +24,12 @@ def run_matrix(laboratory: Laboratory, rng: np.random.Generator, minutes: float)
     """Every pair of values at least once, however long it takes; then random cells until `minutes` have passed."""
     started = time.monotonic()
     subjects = {name: laboratory.subject(name == "sampled") for name in ("greedy", "sampled")}
-    for cell in covering_cells(rng):
+    for cell in filter(laboratory.can_run, covering_cells(rng)):
         yield compute(laboratory, subjects[cell.sampling], cell)
     while time.monotonic() - started < 60 * minutes:
         cell = random_cell(rng)
+        if not laboratory.can_run(cell):
+            continue
         subjects[cell.sampling] = laboratory.subject(cell.sampling == "sampled")
         yield compute(laboratory, subjects[cell.sampling], cell)
 

@@ -77,6 +77,10 @@ class Laboratory:
         self.engine.close()
         self.spill.cleanup()
 
+    def can_run(self, cell: Cell) -> bool:
+        """Whether the checkpoint has what the cell names: MTP drafts need an MTP head."""
+        return cell.drafts not in ("mtp", "both") or self.engine.model.mtp is not None
+
     def subject(self, sampled: bool) -> Subject:
         """A new random request past the selection budget, and the oracle's record of it."""
         budget = self.engine.config.indexer_budget
