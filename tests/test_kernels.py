@@ -42,9 +42,18 @@ def test_the_users_own_choices_are_respected(tmp_path):
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs a path that cannot be a folder")
-def test_kernels_compile_without_any_cache():
-    folder, _ = compiled({"NUMBA_CACHE_DIR": "/dev/null/nowhere"})
-    assert not folder.exists()
+def test_without_a_cache_kernels_are_kept_in_a_temporary_folder_and_never_beside_the_sources(tmp_path):
+    folder, _ = compiled({"NUMBA_CACHE_DIR": "/dev/null/nowhere", "TMPDIR": str(tmp_path)})
+    assert folder.relative_to(tmp_path).parts[1:] == (FAMILY, source_digest())
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs a path that cannot be a folder")
+def test_a_machine_without_a_writable_folder_is_told_so():
+    places = {"NUMBA_CACHE_DIR": "/dev/null/nowhere"}
+    code = "import tempfile; tempfile.tempdir = '/dev/null'; import isobit.ops"
+    done = subprocess.run([sys.executable, "-c", code], env=os.environ | places, capture_output=True, text=True)
+    assert "set NUMBA_CACHE_DIR to a folder that can be written" in done.stderr
 
 
 def test_another_source_is_another_version(tmp_path):

@@ -1,13 +1,17 @@
 """Settings of the kernel compiler, made before it is imported: where compiled kernels are kept, how threads wait."""
 
+import atexit
 import hashlib
 import os
 import shutil
 import sys
+import tempfile
 from functools import cache
 from pathlib import Path
 
 import platformdirs
+
+from isobit.errors import IsobitError
 
 FAMILY = "isobit-kernels"
 KEPT_VERSIONS = 4  # caches of other versions of the sources that are left in place
@@ -32,17 +36,46 @@ def cache_folder() -> Path:
 
 @cache
 def configure() -> Path:
-    """Point the compiler at this version's cache and let waiting threads sleep; returns the cache's folder."""
+    """Point the compiler at this version's cache and let waiting threads sleep; returns the cache's folder.
+
+    Where that cannot be written it is a temporary folder, removed when the process ends. Raises IsobitError when there
+    is none either.
+    """
     # OpenMP threads that spin at a barrier stall each other whenever other processes use the cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     # Numba knows a cached kernel by its own file alone, so an edit to a function that it inlines would go unseen.
-    folder = cache_folder()
+    folder = _writable(cache_folder())
     os.environ["NUMBA_CACHE_DIR"] = str(folder)
     numba = sys.modules.get("numba")
     if numba is not None:
         numba.config.CACHE_DIR = str(folder)
     drop_old_versions(folder)
     return folder
+
+
+def _writable(folder: Path) -> Path:
+    """`folder`, or a temporary one in its place: Numba would take older kernels that lie beside the sources."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
+    except OSError:
+        pass
+    try:
+        temporary = Path(tempfile.mkdtemp(prefix="isobit-"))
+    except OSError as error:
+        raise IsobitError(
+            f"compiled kernels can be kept neither in {folder} nor in a temporary folder ({error.strerror}): set "
+            "NUMBA_CACHE_DIR to a folder that can be written"
+        ) from None
+    atexit.register(_remove_in, os.getpid(), temporary)
+    return temporary / FAMILY / folder.name
+
+
+def _remove_in(process: int, folder: Path) -> None:
+    """Remove a folder, but not from a fork of the process that made it."""
+    if os.getpid() == process:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def drop_old_versions(folder: Path) -> None:
