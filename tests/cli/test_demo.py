@@ -2,13 +2,14 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import psutil
 import pytest
 
 from isobit.cli import demo as demo_command
 from isobit.cli.app import run
-from isobit.cli.demo_checkpoint import demo_checkpoint
+from isobit.cli.demo_checkpoint import demo_checkpoint, kept_or_temporary
 from isobit.cli.prompt_text import standard_library_text
 from isobit.errors import IsobitError
 
@@ -46,7 +47,7 @@ def test_one_bit_of_difference_is_an_error(monkeypatch, capsys, field):
     same = demo_command.Run("serial", 1, 3072, 64, 1.0, 2.0, 3.0, "a" * 64, "b" * 64)
     deep = replace(same, prefill="deep", prompt_rate=24.0)
     odd = replace(deep, **{field: "c" * 64})
-    monkeypatch.setattr("isobit.cli.demo_checkpoint.demo_checkpoint", lambda: None)
+    monkeypatch.setattr("isobit.cli.demo_checkpoint.demo_checkpoint", lambda: Path("unused"))
     monkeypatch.setattr("isobit.serve.child.running_server", no_server)
     monkeypatch.setattr(demo_command, "_warm_up", lambda *_: None)
     monkeypatch.setattr(demo_command, "_runs", lambda *_: [same, same, odd])
@@ -95,6 +96,17 @@ def test_the_demo_checkpoint_is_made_once_and_whole(monkeypatch, tmp_path):
     assert demo_checkpoint() == folder
     assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == made
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+
+
+def test_a_cache_that_cannot_be_written_does_not_end_the_demo(monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.setattr("isobit.cli.demo_checkpoint.PRESET", "test")
+    with pytest.raises(IsobitError, match="XDG_CACHE_HOME"):
+        demo_checkpoint()
+    with kept_or_temporary() as folder:
+        assert (folder / "config.json").is_file()
+    assert not folder.parent.exists()
 
 
 def test_an_interrupted_demo_leaves_no_half_checkpoint(monkeypatch, tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -61,14 +62,14 @@ def demo(threads: ThreadsOption = None, as_json: Json = False) -> None:
     """Serve a small checkpoint and compute one long prompt in three ways: the replies must be equal."""
     from rich.console import Console
 
-    from isobit.cli.demo_checkpoint import demo_checkpoint
+    from isobit.cli.demo_checkpoint import kept_or_temporary
     from isobit.cli.prompt_text import standard_library_text
     from isobit.serve.child import running_server
 
     console = Console(stderr=True)
     text = standard_library_text(PROMPT_CHARACTERS)
-    with console.status("Making the demo checkpoint (once)") as status:
-        folder = demo_checkpoint()
+    with ExitStack() as held, console.status("Making the demo checkpoint (once)") as status:
+        folder = held.enter_context(kept_or_temporary())
         status.update("Starting the server")
         with running_server(folder, [] if threads is None else ["--threads", str(threads)]) as url:
             status.update("Compiling kernels (the first run takes longer)")

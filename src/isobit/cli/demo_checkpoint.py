@@ -4,6 +4,8 @@ import hashlib
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import platformdirs
@@ -26,6 +28,24 @@ def demo_checkpoint() -> Path:
             advice = "free some space or set XDG_CACHE_HOME"
             raise IsobitError(f"cannot write the demo checkpoint to {cache}: {error.strerror}: {advice}") from None
     return folder
+
+
+@contextmanager
+def kept_or_temporary() -> Iterator[Path]:
+    """The demo checkpoint, from the cache; where that cannot be written, made for this once and removed at the end.
+
+    Raises IsobitError when there is room for neither.
+    """
+    try:
+        kept = demo_checkpoint()
+    except IsobitError:
+        kept = None
+    if kept is not None:
+        yield kept
+        return
+    with tempfile.TemporaryDirectory(prefix="isobit-demo-") as temporary:
+        _make(Path(temporary), Path(temporary) / PRESET)
+        yield Path(temporary) / PRESET
 
 
 def _make(cache: Path, folder: Path) -> None:
