@@ -194,8 +194,8 @@ def test_a_client_that_leaves_stops_its_work_within_a_segment(http):
     def health() -> dict:
         return http.get("/health").json()
 
-    body = {"prompt": "x" * 500, "prefill": "serial", "stream": True, "max_tokens": 100, "ignore_eos": True}
-    with http.stream("POST", "/v1/completions", json=body) as response:
+    body = {"prompt": "x" * 700, "prefill": "serial", "stream": True, "max_tokens": 300, "ignore_eos": True}
+    with http.stream("POST", "/v1/completions", json=body | {"draft": False}) as response:
         assert next(response.iter_lines()).startswith(": prompt ")
         assert health()["running"] == 1
     deadline = time.monotonic() + 5
