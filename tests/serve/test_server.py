@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 import signal
 import socket
 import struct
@@ -191,19 +192,23 @@ def test_requests_do_not_disturb_each_other(http):
 
 
 def test_a_client_that_leaves_stops_its_work_within_a_segment(http):
-    def health() -> dict:
-        return http.get("/health").json()
+    def cancelled() -> float:
+        found = re.search(r'isobit_requests_total\{outcome="cancelled"\} (\S+)', http.get("/metrics").text)
+        return float(found.group(1)) if found else 0.0
 
-    body = {"prompt": "x" * 700, "prefill": "serial", "stream": True, "max_tokens": 300, "ignore_eos": True}
-    with http.stream("POST", "/v1/completions", json=body | {"draft": False}) as response:
-        assert next(response.iter_lines()).startswith(": prompt ")
-        assert health()["running"] == 1
-    deadline = time.monotonic() + 5
-    while health()["running"]:
-        assert time.monotonic() < deadline, "the work goes on"
-        time.sleep(0.01)
-    computed = http.get("/metrics").text
-    assert 'isobit_requests_total{outcome="cancelled"}' in computed
+    before = cancelled()
+    body = {"prompt": "x" * 500, "prefill": "serial", "stream": True, "max_tokens": 99, "ignore_eos": True}
+    # A fast machine may finish the reply before it hears that the client is gone.
+    for _ in range(10):
+        with http.stream("POST", "/v1/completions", json=body | {"draft": False}) as response:
+            assert next(response.iter_lines()).startswith(": prompt ")
+        deadline = time.monotonic() + 5
+        while http.get("/health").json()["running"]:
+            assert time.monotonic() < deadline, "the work goes on"
+            time.sleep(0.01)
+        if cancelled() > before:
+            return
+    pytest.fail("no request was cancelled")
 
 
 def stream(http: httpx.Client, **fields) -> Iterator[dict]:
