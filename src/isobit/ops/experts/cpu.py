@@ -11,7 +11,7 @@ from isobit.ops import buffers, threads
 from isobit.ops.experts import grouping, product
 from isobit.ops.experts.router import route
 from isobit.ops.linear.blocks import BLOCK
-from isobit.ops.linear.cpu import SMALL_WORK, LinearHandle, prepare_linear
+from isobit.ops.linear.cpu import LinearHandle, is_small, prepare_linear
 from isobit.ops.linear.memory import place_of
 from isobit.ops.linear.parallel import run_parts
 from isobit.ops.linear.product import FIELDS, PANELS_FLOATS
@@ -110,7 +110,8 @@ def _experts(
 ) -> None:
     rows, chosen = ids.shape
     pairs = rows * (chosen + 1)
-    parts = threads() if pairs * handle.row_work >= SMALL_WORK else 1
+    decoded = min(pairs, handle.routed + 1)
+    parts = 1 if is_small(-(-pairs // decoded), decoded * handle.row_work // len(_PHASES)) else threads()
     pass_rows = min(rows, MOST_PASS_ROWS)
     column_blocks = min(max(1, ROW_BLOCKS // rows), -(-handle.hidden // BLOCK))
     kernel_floats = 2 * BLOCK + PANELS_FLOATS + 3 * max(handle.most_columns, pass_rows * BLOCK)

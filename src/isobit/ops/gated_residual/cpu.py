@@ -8,7 +8,7 @@ from numba import njit
 from isobit.ops.buffers import empty, flat
 from isobit.ops.gated_residual import blockwise
 from isobit.ops.linear.blocks import BLOCK, ROW_BYTES
-from isobit.ops.linear.cpu import SMALL_WORK, LinearHandle, linear
+from isobit.ops.linear.cpu import LinearHandle, is_small, linear
 from isobit.ops.linear.product import BIAS, INPUT_SCALES
 from isobit.ops.norm.cpu import group_norm
 from isobit.ops.scalar import fma32
@@ -26,7 +26,7 @@ LEAST_NEAR_ROWS, MOST_NEAR_ROWS = 24, 48
 class GatedResidual:
     """One read site: norm_weight float32 [S*H], and its linear layers.
 
-    plain: whether all layers are plain and without bias. row_work: multiply-adds of one row in the largest of them.
+    plain: whether all layers are plain and without bias. row_work: weights of the largest of them.
     """
 
     norm_weight: np.ndarray
@@ -89,7 +89,7 @@ def gated_read(
 
 def _is_blockwise(rows: int, site: GatedResidual) -> bool:
     """Whether to share the work out by rows, and not each layer's by columns."""
-    return site.plain and (rows >= MANY_ROWS or rows * site.row_work < SMALL_WORK)
+    return site.plain and (rows >= MANY_ROWS or is_small(rows, site.row_work))
 
 
 def _read_layer_by_layer(streams: np.ndarray, site: GatedResidual, mixed: np.ndarray, injection: np.ndarray) -> None:

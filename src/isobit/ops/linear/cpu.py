@@ -35,7 +35,8 @@ BY_ROW_COUNT, ROW_BY_ROW, IN_PANELS = 0, 1, 2  # how to compute; the first is wh
 MOST_ROWS = 512  # that one thread prepares at a time
 MOST_PREPARED_BYTES = 32 << 20
 PREPARED_ROWS = 1024  # of plain weights converted at a time; a multiple of 16
-SMALL_WORK = 1 << 17  # multiply-adds that are done before a second thread has begun
+SMALL_WORK = 1 << 22  # multiply-adds that are done before a second thread has begun
+DECODING = 8  # what decoding a tile costs, in rows multiplied with it
 
 # Fields of a call's plan.
 HOW = 0
@@ -82,10 +83,15 @@ def linear(x: np.ndarray, handle: LinearHandle, how: int = BY_ROW_COUNT) -> np.n
     if width != handle.in_features:
         raise ValueError(f"linear: x has {width} columns, expected {handle.in_features}")
     y = buffers.empty((rows, handle.out_features))
-    parts = threads() if rows * width * handle.out_features >= SMALL_WORK else 1
+    parts = 1 if is_small(rows, width * handle.out_features) else threads()
     plan = handle.row_plan if rows == 1 and how == BY_ROW_COUNT else _plan(rows, handle, parts, how)
     run_parts(_PHASES, x, y, handle.record, plan, int(plan[PART_FLOATS]), parts)
     return y
+
+
+def is_small(rows: int, values: int) -> bool:
+    """Whether `rows` rows times a matrix of `values` weights are computed before a second thread has begun."""
+    return (rows + DECODING) * values < SMALL_WORK
 
 
 def _plan(rows: int, handle: LinearHandle, parts: int, how: int) -> np.ndarray:
@@ -106,14 +112,14 @@ def _plan(rows: int, handle: LinearHandle, parts: int, how: int) -> np.ndarray:
 def _row_cuts(rows: int, handle: LinearHandle, parts: int) -> int:
     """Into how many parts to cut the rows, the columns being cut into parts // that; divides `parts`.
 
-    Decoding a tile costs about as much as multiplying 8 rows with it, preparing a row as much as 16 outputs.
+    Preparing a row costs about as much as 16 outputs.
     """
     unit = int(handle.record[COLUMN_UNIT])
     units = -(-handle.stored_outputs // unit)
 
     def cost(cuts: int) -> int:
         columns = -(-units // (parts // cuts)) * unit
-        return (-(-rows // cuts) + 8) * (columns + 16)
+        return (-(-rows // cuts) + DECODING) * (columns + 16)
 
     return min((cuts for cuts in range(1, parts + 1) if parts % cuts == 0), key=cost)
 
