@@ -5,8 +5,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from isobit.contract.gates import on_threads
 from isobit.model.plan import Plan, Segment
-from isobit.ops import set_threads, threads
 from tests.model.runs import run, serially
 
 LENGTH = 150
@@ -35,15 +35,11 @@ def test_the_prompt_is_past_the_selection_budget(model):
 @given(which=st.integers(0, 2), cuts=st.sets(st.integers(1, LENGTH - 1), max_size=6), threaded=st.booleans())
 def test_any_cut_gives_the_serial_bytes(model, oracle, which, cuts, threaded):
     tokens, logits, digests = oracle[which]
-    before = threads()
-    set_threads(2 if threaded else 1)
-    try:
+    with on_threads(2 if threaded else 1):
         state = model.new_state(slots=1, pages=16)
         stream = state.open()
         assert run(model, state, stream, tokens, cuts).tobytes() == logits.tobytes()
         assert state.digest(stream) == digests[-1]
-    finally:
-        set_threads(before)
 
 
 @EXAMPLES

@@ -120,7 +120,7 @@ def test_any_number_of_parts_gives_the_same(parts, monkeypatch):
     host, handle = prepared("mixed and padded")
     x, ids, weights = some_rows(rng, 40, host, 3)
     expected = experts(x, ids, weights, handle)
-    monkeypatch.setattr(cpu, "threads", lambda: parts)
+    monkeypatch.setattr(linear_cpu, "threads", lambda: parts)
     monkeypatch.setattr(linear_cpu, "SMALL_WORK", 0)
     for rows in (1, 5, 40):
         assert experts(x[:rows], ids[:rows], weights[:rows], handle).tobytes() == expected[:rows].tobytes()

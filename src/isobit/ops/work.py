@@ -31,6 +31,11 @@ def run_split(kernel: Callable[..., None], work: int, count: int, *arguments) ->
         other.result()
 
 
+def pieces_are_forced() -> bool:
+    """Whether work is to be cut up whatever its size."""
+    return _forced_pieces is not None
+
+
 @contextmanager
 def forced_pieces(pieces: int) -> Iterator[None]:
     """Cut every kernel's work into so many pieces, whatever its size. For the contract only."""

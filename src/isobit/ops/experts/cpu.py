@@ -7,11 +7,11 @@ import numpy as np
 
 from isobit.checkpoint.weights import Linear
 from isobit.errors import CheckpointError
-from isobit.ops import buffers, threads
+from isobit.ops import buffers
 from isobit.ops.experts import grouping, product
 from isobit.ops.experts.router import route
 from isobit.ops.linear.blocks import BLOCK
-from isobit.ops.linear.cpu import LinearHandle, is_small, prepare_linear
+from isobit.ops.linear.cpu import LinearHandle, parts_of, prepare_linear
 from isobit.ops.linear.memory import place_of
 from isobit.ops.linear.parallel import run_parts
 from isobit.ops.linear.product import FIELDS, PANELS_FLOATS
@@ -111,7 +111,7 @@ def _experts(
     rows, chosen = ids.shape
     pairs = rows * (chosen + 1)
     decoded = min(pairs, handle.routed + 1)
-    parts = 1 if is_small(-(-pairs // decoded), decoded * handle.row_work // len(_PHASES)) else threads()
+    parts = parts_of(-(-pairs // decoded), decoded * handle.row_work // len(_PHASES))
     pass_rows = min(rows, MOST_PASS_ROWS)
     column_blocks = min(max(1, ROW_BLOCKS // rows), -(-handle.hidden // BLOCK))
     kernel_floats = 2 * BLOCK + PANELS_FLOATS + 3 * max(handle.most_columns, pass_rows * BLOCK)

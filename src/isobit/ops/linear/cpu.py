@@ -28,6 +28,7 @@ from isobit.ops.linear.product import (
     real_columns,
 )
 from isobit.ops.linear.tiles import BFLOAT16, FLOAT16, FLOAT32, TileFormat, tile_format, trellis_format
+from isobit.ops.work import pieces_are_forced
 
 __all__ = ["linear", "prepare_linear"]
 
@@ -83,7 +84,7 @@ def linear(x: np.ndarray, handle: LinearHandle, how: int = BY_ROW_COUNT) -> np.n
     if width != handle.in_features:
         raise ValueError(f"linear: x has {width} columns, expected {handle.in_features}")
     y = buffers.empty((rows, handle.out_features))
-    parts = 1 if is_small(rows, width * handle.out_features) else threads()
+    parts = parts_of(rows, width * handle.out_features)
     plan = handle.row_plan if rows == 1 and how == BY_ROW_COUNT else _plan(rows, handle, parts, how)
     run_parts(_PHASES, x, y, handle.record, plan, int(plan[PART_FLOATS]), parts)
     return y
@@ -92,6 +93,11 @@ def linear(x: np.ndarray, handle: LinearHandle, how: int = BY_ROW_COUNT) -> np.n
 def is_small(rows: int, values: int) -> bool:
     """Whether `rows` rows times a matrix of `values` weights are computed before a second thread has begun."""
     return (rows + DECODING) * values < SMALL_WORK
+
+
+def parts_of(rows: int, values: int) -> int:
+    """Into how many parts to cut the product of `rows` rows and a matrix of `values` weights: 1 or one a thread."""
+    return threads() if pieces_are_forced() or not is_small(rows, values) else 1
 
 
 def _plan(rows: int, handle: LinearHandle, parts: int, how: int) -> np.ndarray:
