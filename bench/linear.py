@@ -21,6 +21,7 @@ from isobit.ops.linear.cpu import IN_PANELS, ROW_BY_ROW, linear, prepare_linear
 
 RATIO_LIMIT = 0.8  # of NumPy's speed
 VALUES_LIMIT = 0.8e9  # a second, for one row on two cores
+PAUSE = 0.3  # seconds after which NumPy's threads no longer spin on a core that others need
 ROW_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256)
 
 
@@ -50,7 +51,7 @@ def measure(options: argparse.Namespace) -> dict:
     handle = prepare_linear(random_trellis(rng, k, n, "mul1", bits))
     x = rng.standard_normal((options.rows, k)).astype(np.float32)
     matrix = rng.standard_normal((k, n)).astype(np.float32)
-    numpy_time, many_time = medians([lambda: x @ matrix, lambda: linear(x, handle)], options.repeats)
+    numpy_time, many_time = medians([lambda: x @ matrix, lambda: linear(x, handle)], options.repeats, PAUSE)
     a_row = {
         rows: medians([lambda rows=rows: linear(x[:rows], handle)], 3 * options.repeats)[0] / rows
         for rows in ROW_COUNTS
@@ -72,11 +73,12 @@ def measure(options: argparse.Namespace) -> dict:
     }
 
 
-def medians(calls: list[Callable[[], object]], repeats: int) -> list[float]:
-    """Median seconds of each call, the calls taking turns; the first turn is not counted."""
+def medians(calls: list[Callable[[], object]], repeats: int, pause: float = 0.0) -> list[float]:
+    """Median seconds of each call, the calls taking turns, `pause` seconds apart; the first turn is not counted."""
     times: list[list[float]] = [[] for _ in calls]
     for turn in range(repeats + 1):
         for call, seconds in zip(calls, times, strict=True):
+            time.sleep(pause)
             start = time.perf_counter()
             call()
             if turn:

@@ -10,7 +10,7 @@ from isobit.ops.cases import given, stream_of_row
 from isobit.ops.contract import Case, Outputs, Span, register
 from isobit.ops.linear import reference
 from isobit.ops.linear.blocks import GROUP_ROWS
-from isobit.ops.linear.cpu import BY_ROW_COUNT, IN_PANELS, ROW_BY_ROW, linear, prepare_linear
+from isobit.ops.linear.cpu import BY_ROW_COUNT, IN_PANELS, MOST_ROWS, ROW_BY_ROW, linear, prepare_linear
 
 HOW = {"row by row": ROW_BY_ROW, "in panels": IN_PANELS, "by row count": BY_ROW_COUNT}
 FEW_FORMATS = (("mul1", 3), ("mul1", 2.5), ("mcg", 4), ("3inst", 5))
@@ -63,7 +63,7 @@ class LinearOp:
     def limits(self) -> list[str]:
         return [
             "outputs beyond 2560 of one layer: columns are computed in blocks of 128 that do not meet",
-            "rows beyond 530: rows are computed in passes of at most 512",
+            f"rows beyond 530: rows are computed in passes of at most {MOST_ROWS}",
             "infinite and NaN inputs: a request with such values ends with an error",
         ]
 

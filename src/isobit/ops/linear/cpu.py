@@ -33,7 +33,7 @@ from isobit.ops.work import pieces_are_forced
 __all__ = ["linear", "prepare_linear"]
 
 BY_ROW_COUNT, ROW_BY_ROW, IN_PANELS = 0, 1, 2  # how to compute; the first is what the model uses
-MOST_ROWS = 512  # that one thread prepares at a time
+MOST_ROWS = 256  # that one thread prepares at a time; their sums and one block of their inputs fit its cache
 MOST_PREPARED_BYTES = 32 << 20
 PREPARED_ROWS = 1024  # of plain weights converted at a time; a multiple of 16
 SMALL_WORK = 1 << 22  # multiply-adds that are done before a second thread has begun
