@@ -1,6 +1,6 @@
 """Checkpoints that many tests read, each written once a run. Tests must not change them: copy first."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,3 +44,15 @@ def demo_checkpoint(make_checkpoint: MakeCheckpoint) -> Path:
 def model(test_checkpoint: Path):
     """The tiny checkpoint's model, loaded."""
     return load_model(Checkpoint(test_checkpoint), load_ops("cpu"), context=512)
+
+
+@pytest.fixture
+def emulated_cuda() -> Iterator[None]:
+    """CUDA ops run on the emulator, on CPU tensors."""
+    from isobit.cuda import memory
+
+    memory.emulate(True)
+    try:
+        yield
+    finally:
+        memory.emulate(False)

@@ -48,7 +48,7 @@ def run_contract(
 ) -> Report:
     """Run the gates and controls of every op whose name is `chosen`."""
     start = time.monotonic()
-    every_op = registered()
+    every_op = registered(device)
     ops = [op for name, op in every_op.items() if chosen(name)]
     report = Report(device, 2 if two_threads() else 1, list(depth.narrow.rows))
     for number, op in enumerate(ops):

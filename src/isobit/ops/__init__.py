@@ -23,13 +23,15 @@ OP_FOLDERS = (
     "rows",
 )
 
+DEVICES = ("cpu", "cuda")
+
 Ops = Any  # the namespace of op functions that docs/architecture.md lists
 
 
 def load_ops(device: str) -> Ops:
     """The op functions of a device kind, as one namespace; raises ValueError for a device that has none."""
-    if device != "cpu":
-        raise ValueError(f"device {device!r} is not available: expected 'cpu'")
+    if device not in DEVICES:
+        raise ValueError(f"device {device!r} is not available: expected one of {', '.join(DEVICES)}")
     functions: dict[str, Any] = {"device": device}
     for folder in OP_FOLDERS:
         module = importlib.import_module(f"isobit.ops.{folder}.{device}")
@@ -37,10 +39,10 @@ def load_ops(device: str) -> Ops:
     return SimpleNamespace(**functions)
 
 
-def import_contracts() -> None:
-    """Import the contract module of every op folder, so that each registers itself."""
+def import_contracts(device: str = "cpu") -> None:
+    """Import the device's contract module of every op folder, so that each registers itself."""
     for folder in OP_FOLDERS:
-        importlib.import_module(f"isobit.ops.{folder}.contract")
+        importlib.import_module(f"isobit.ops.{folder}.{'contract' if device == 'cpu' else device + '_contract'}")
 
 
 _most_threads: int = getattr(numba.config, "NUMBA_NUM_THREADS")  # noqa: B009

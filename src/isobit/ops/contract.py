@@ -67,23 +67,24 @@ class Op(Protocol):
         """Shapes that the cases do not cover, and why."""
 
 
-_registry: dict[str, Op] = {}
+_registry: dict[str, dict[str, Op]] = {}
 
 
-def register(op: Op) -> Op:
-    """Add an op to the contract; raises ValueError if the name is taken."""
-    if op.name in _registry:
-        raise ValueError(f"op {op.name} is registered twice")
-    _registry[op.name] = op
+def register(op: Op, device: str = "cpu") -> Op:
+    """Add an op to the contract of a device; raises ValueError if the name is taken."""
+    ops = _registry.setdefault(device, {})
+    if op.name in ops:
+        raise ValueError(f"op {op.name} is registered twice for {device}")
+    ops[op.name] = op
     return op
 
 
-def registered() -> dict[str, Op]:
-    """All ops by name, after importing every op folder."""
+def registered(device: str = "cpu") -> dict[str, Op]:
+    """All ops of a device by name, after importing every op folder."""
     from isobit.ops import import_contracts
 
-    import_contracts()
-    return dict(_registry)
+    import_contracts(device)
+    return dict(_registry.get(device, {}))
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,69 @@
+"""Kernels compiled by g++ and run on the CPU, thread by thread: for tests on machines without a GPU."""
+
+import ctypes
+import os
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from isobit.cuda import kernels, sources, store
+from isobit.cuda.errors import DeviceError, KernelError
+
+FLAGS = ("-std=c++17", "-O2", "-g", "-fPIC", "-shared", "-ffp-contract=off", "-fno-strict-aliasing", "-DEMULATED", "-w")
+FUSED = ("-mfma", "-mf16c")
+SCHEDULER = "cuda/emulator/emulator.cpp"
+
+
+class EmulatedKernel:
+    """One kernel of a source on the emulator; a wrong use of it raises KernelError."""
+
+    def __init__(self, source: str, name: str, defines: dict[str, int]):
+        self._name = f"{name} of {source}"
+        library = ctypes.CDLL(str(_library(source, name, tuple(sorted(defines.items())))))
+        self._launch = getattr(library, f"launch_{name}")
+        self._launch.restype = ctypes.c_char_p
+
+    def __call__(self, grid: kernels.Size, block: kernels.Size, *arguments: Any, shared: int = 0) -> None:
+        addresses, _values = kernels.packed(arguments)
+        shape = (ctypes.c_uint32 * 6)(*kernels.three(grid), *kernels.three(block))
+        problem = self._launch(shape, ctypes.c_size_t(shared), addresses)
+        if problem:
+            raise KernelError(f"kernel {self._name}: {problem.decode()}")
+
+
+@cache
+def _library(source: str, name: str, defines: tuple[tuple[str, int], ...]) -> Path:
+    compiler = shutil.which(os.environ.get("CXX", "g++"))
+    if compiler is None:
+        raise DeviceError("the emulator needs a C++ compiler: install g++")
+    flags = (*FLAGS, *(FUSED if os.uname().machine == "x86_64" else ()))
+    key = sources.digest(
+        source, name, defines, flags, sources.text(SCHEDULER), sources.text("cuda/emulator/emulator.h")
+    )
+    file = store.folder() / f"emulated-{name}-{key}.so"
+    if not file.is_file():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        _compile(compiler, flags, source, name, defines, file)
+    return file
+
+
+def _compile(compiler: str, flags: tuple, source: str, name: str, defines: tuple, file: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=file.parent) as folder:
+        unit = Path(folder) / "unit.cpp"
+        unit.write_text(f'#include "{source}"\nEMULATED_KERNEL({name})\n#include "{SCHEDULER}"\n', encoding="utf-8")
+        output = Path(folder) / "kernel.so"
+        macros = [f"-D{key}={value}" for key, value in defines]
+        paths = [f"-I{sources.ROOT}", f"-I{sources.ROOT / 'cuda'}", f"-I{sources.ROOT / 'cuda' / 'emulator'}"]
+        result = subprocess.run(
+            [compiler, *flags, *macros, *paths, str(unit), "-o", str(output)],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if result.returncode:
+            lines = [line for line in result.stderr.splitlines() if "error" in line] or result.stderr.splitlines()
+            raise KernelError(f"{source} with {dict(defines)} does not compile for the emulator: {lines[0]}")
+        os.replace(output, file)

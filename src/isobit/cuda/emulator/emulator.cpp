@@ -1,0 +1,187 @@
+// The scheduler of the emulator: fibers of one block in turn until all have left.
+#include "emulator.h"
+
+#include <sys/mman.h>
+
+#ifndef __x86_64__
+#include <ucontext.h>
+#endif
+
+namespace emulator {
+
+dim3 grid, block_size, block_index;
+Fiber* fibers;
+Fiber* current;
+std::vector<Exchange> exchanges;
+unsigned char* dynamic_shared;
+const char* problem;
+
+namespace {
+
+constexpr size_t STACK_BYTES = 256 << 10;
+constexpr size_t SHARED_BYTES = 256 << 10;
+constexpr unsigned MOST_THREADS = 1024;
+
+Fiber storage[MOST_THREADS];
+unsigned char* stacks;
+void (*kernel_body)(void*);
+void* kernel_context;
+
+#ifdef __x86_64__
+void* scheduler;
+
+extern "C" void isobit_switch(void** save, void* to);
+// Saves the registers that a call preserves and takes up the other stack.
+asm(R"(
+.text
+.local isobit_switch
+.type isobit_switch, @function
+isobit_switch:
+    pushq %rbp
+    pushq %rbx
+    pushq %r12
+    pushq %r13
+    pushq %r14
+    pushq %r15
+    movq %rsp, (%rdi)
+    movq %rsi, %rsp
+    popq %r15
+    popq %r14
+    popq %r13
+    popq %r12
+    popq %rbx
+    popq %rbp
+    ret
+)");
+
+void enter() {
+    kernel_body(kernel_context);
+    current->state = DONE;
+    isobit_switch(&current->stack_pointer, scheduler);
+    std::abort();
+}
+
+void prepare(Fiber& fiber, unsigned char* stack) {
+    void** top = reinterpret_cast<void**>(stack + STACK_BYTES);
+    *--top = nullptr;
+    *--top = reinterpret_cast<void*>(enter);
+    top -= 6;
+    fiber.stack_pointer = top;
+}
+
+void resume(Fiber& fiber) {
+    current = &fiber;
+    isobit_switch(&scheduler, fiber.stack_pointer);
+}
+
+void leave() { isobit_switch(&current->stack_pointer, scheduler); }
+#else
+ucontext_t contexts[MOST_THREADS], scheduler;
+
+void enter() {
+    kernel_body(kernel_context);
+    current->state = DONE;
+}
+
+void prepare(Fiber& fiber, unsigned char* stack) {
+    ucontext_t& context = contexts[&fiber - storage];
+    getcontext(&context);
+    context.uc_stack.ss_sp = stack;
+    context.uc_stack.ss_size = STACK_BYTES;
+    context.uc_link = &scheduler;
+    makecontext(&context, enter, 0);
+}
+
+void resume(Fiber& fiber) {
+    current = &fiber;
+    swapcontext(&scheduler, &contexts[&fiber - storage]);
+}
+
+void leave() { swapcontext(&contexts[current - storage], &scheduler); }
+#endif
+
+// Let a warp's lanes, or the block's threads, go on when all of them wait at the same barrier.
+bool release(unsigned first, unsigned last, State barrier, bool all_must_wait) {
+    unsigned waiting = 0, done = 0;
+    for (unsigned i = first; i < last; i++) {
+        waiting += fibers[i].state == barrier;
+        done += fibers[i].state == DONE;
+    }
+    if (!waiting || waiting + done < last - first) return false;
+    if (done && all_must_wait) {
+        problem = "a lane left the kernel before a warp collective";
+        return false;
+    }
+    for (unsigned i = first; i < last; i++)
+        if (fibers[i].state == barrier) fibers[i].state = READY;
+    return true;
+}
+
+void run_block(unsigned threads) {
+    for (unsigned i = 0; i < threads; i++) {
+        Fiber& fiber = fibers[i];
+        fiber.state = READY;
+        fiber.collectives = 0;
+        fiber.thread = {i % block_size.x, i / block_size.x % block_size.y, i / block_size.x / block_size.y};
+        prepare(fiber, stacks + i * STACK_BYTES);
+    }
+    for (;;) {
+        bool moved = false, left = false;
+        for (unsigned warp = 0; warp < threads; warp += 32) {
+            const unsigned end = warp + 32 < threads ? warp + 32 : threads;
+            do {
+                for (unsigned i = warp; i < end; i++)
+                    if (fibers[i].state == READY) {
+                        resume(fibers[i]);
+                        moved = true;
+                    }
+                if (problem) return;
+            } while (release(warp, end, AT_WARP, true));
+            if (problem) return;
+        }
+        moved |= release(0, threads, AT_BLOCK, false);
+        for (unsigned i = 0; i < threads; i++) left |= fibers[i].state != DONE;
+        if (!left) return;
+        if (!moved) {
+            problem = "some threads wait at a barrier that the others never reach";
+            return;
+        }
+    }
+}
+
+}  // namespace
+
+void pause(State state) {
+    current->state = state;
+    leave();
+}
+
+void run(const dim3& grid_size, const dim3& size, size_t shared_bytes, void (*body)(void*), void* context) {
+    problem = nullptr;
+    grid = grid_size;
+    block_size = size;
+    kernel_body = body;
+    kernel_context = context;
+    fibers = storage;
+    const unsigned threads = size.x * size.y * size.z;
+    if (!threads || threads > MOST_THREADS || shared_bytes > SHARED_BYTES) {
+        problem = "the launch is larger than a block can be";
+        return;
+    }
+    if (!stacks) {
+        const size_t bytes = MOST_THREADS * STACK_BYTES + SHARED_BYTES;
+        stacks = static_cast<unsigned char*>(
+            mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+        dynamic_shared = stacks + MOST_THREADS * STACK_BYTES;
+    }
+    exchanges.resize((threads + 31) / 32);
+    for (block_index.z = 0; block_index.z < grid.z; block_index.z++)
+        for (block_index.y = 0; block_index.y < grid.y; block_index.y++)
+            for (block_index.x = 0; block_index.x < grid.x; block_index.x++) {
+                std::memset(dynamic_shared, 0xff, shared_bytes);
+                run_block(threads);
+                if (problem) return;
+            }
+}
+
+}  // namespace emulator

@@ -1,0 +1,143 @@
+"""Kernels by source, name and macros, launched on PyTorch's current stream; or on the emulator, for tests.
+
+`load("ops/linear/few_rows.cu", "few_rows", BITS=3)(grid, block, x, rows)`: tensors are passed as pointers, None as the
+null pointer, int as int32, float as float32, `Long` and `Double` as 64 bits.
+"""
+
+import ctypes
+from functools import cache
+from typing import Any, Protocol
+
+from isobit.cuda import compile as compiler
+from isobit.cuda import memory
+from isobit.cuda.errors import KernelError
+
+Size = int | tuple[int, ...]
+
+
+class Long:
+    """A 64-bit integer argument."""
+
+    def __init__(self, value: int):
+        self.value = value
+
+
+class Double:
+    """A float64 argument."""
+
+    def __init__(self, value: float):
+        self.value = value
+
+
+class Launcher(Protocol):
+    """A compiled kernel of the GPU or of the emulator."""
+
+    def __call__(self, grid: Size, block: Size, *arguments: Any, shared: int = 0) -> None: ...
+
+
+class Kernel:
+    """One kernel, compiled at its first launch."""
+
+    def __init__(self, source: str, name: str, defines: dict[str, int]):
+        self.source, self.name, self.defines = source, name, defines
+        self._launchers: dict[str, Launcher] = {}
+
+    def __call__(self, grid: Size, block: Size, *arguments: Any, shared: int = 0) -> None:
+        """Launch `grid` blocks of `block` threads with `shared` bytes of dynamic shared memory."""
+        self.launcher()(grid, block, *arguments, shared=shared)
+
+    def launcher(self) -> Launcher:
+        """Compile the kernel if this device has not yet; raises DeviceError."""
+        kind = "emulator" if memory.is_emulated() else "gpu"
+        if kind not in self._launchers:
+            self._launchers[kind] = (_on_emulator if kind == "emulator" else _on_gpu)(self)
+        return self._launchers[kind]
+
+    def __repr__(self) -> str:
+        return f"{self.name}({', '.join(f'{key}={value}' for key, value in self.defines.items())})"
+
+
+@cache
+def _kernel(source: str, name: str, defines: tuple[tuple[str, int], ...]) -> Kernel:
+    return Kernel(source, name, dict(defines))
+
+
+def load(source: str, name: str, **defines: int) -> Kernel:
+    """The kernel `name` of a source below the package, with these macros; the same object for the same ones."""
+    return _kernel(source, name, tuple(sorted(defines.items())))
+
+
+def packed(arguments: tuple[Any, ...]) -> tuple[ctypes.Array, list[Any]]:
+    """(void*[n] of addresses, the values they point to)."""
+    values: list[Any] = []
+    for argument in arguments:
+        if argument is None:
+            values.append(ctypes.c_void_p(0))
+        elif isinstance(argument, bool | int):
+            values.append(ctypes.c_int32(argument))
+        elif isinstance(argument, float):
+            values.append(ctypes.c_float(argument))
+        elif isinstance(argument, Long):
+            values.append(ctypes.c_int64(argument.value))
+        elif isinstance(argument, Double):
+            values.append(ctypes.c_double(argument.value))
+        else:
+            values.append(ctypes.c_void_p(argument.data_ptr()))
+    addresses = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
+    return addresses, values
+
+
+def three(size: Size) -> tuple[int, int, int]:
+    """A grid or block size as three numbers."""
+    x, y, z = (*((size,) if isinstance(size, int) else size), 1, 1)[:3]
+    return int(x), int(y), int(z)
+
+
+def _on_emulator(kernel: Kernel) -> Launcher:
+    from isobit.cuda.emulator import EmulatedKernel
+
+    return EmulatedKernel(kernel.source, kernel.name, kernel.defines)
+
+
+def _on_gpu(kernel: Kernel) -> Launcher:
+    return _GpuKernel(kernel)
+
+
+class _GpuKernel:
+    def __init__(self, kernel: Kernel):
+        import torch
+        from cuda.bindings import driver
+
+        torch.cuda.init()
+        self._name = repr(kernel)
+        self._driver = driver
+        architecture = compiler.architecture_name(memory.architecture())
+        code = compiler.binary(kernel.source, kernel.defines, architecture)
+        self._module = self._checked(driver.cuModuleLoadData(code))
+        self._function = self._checked(driver.cuModuleGetFunction(self._module, kernel.name.encode()))
+        self._shared = 0
+        self._stream = torch.cuda.current_stream
+
+    def __call__(self, grid: Size, block: Size, *arguments: Any, shared: int = 0) -> None:
+        if shared > max(self._shared, 48 << 10):
+            attribute = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            self._checked(self._driver.cuFuncSetAttribute(self._function, attribute, shared))
+            self._shared = shared
+        addresses, _values = packed(arguments)
+        stream = self._stream().cuda_stream
+        self._checked(
+            self._driver.cuLaunchKernel(
+                self._function, *three(grid), *three(block), shared, stream, ctypes.addressof(addresses), 0
+            )
+        )
+
+    def registers(self) -> int:
+        """32-bit registers of one thread."""
+        attribute = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NUM_REGS
+        return int(self._checked(self._driver.cuFuncGetAttribute(attribute, self._function)))
+
+    def _checked(self, result: tuple) -> Any:
+        code, *values = result
+        if int(code):
+            raise KernelError(f"kernel {self._name}: the CUDA driver says {code.name}")
+        return values[0] if values else None

@@ -1,0 +1,115 @@
+"""Where CUDA ops get arrays and how they come from and go to the host; the emulator's arrays lie in host memory."""
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from isobit.cuda.errors import DeviceError
+
+OLDEST_CAPABILITY = (8, 0)
+EMULATED_MULTIPROCESSORS = 4
+
+_emulated = False
+
+
+def emulate(on: bool) -> None:
+    """Run kernels on the emulator, on CPU tensors. For tests."""
+    global _emulated
+    _emulated = on
+
+
+def is_emulated() -> bool:
+    return _emulated
+
+
+@cache
+def _checked_gpu() -> torch.device:
+    problem = gpu_problem()
+    if problem:
+        raise DeviceError(problem)
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def gpu_problem() -> str | None:
+    """Why no GPU can be used, in one line, or None."""
+    if not torch.backends.cuda.is_built():
+        return "this PyTorch has no CUDA: install a CUDA build of torch, or use --device cpu"
+    if not torch.cuda.is_available():
+        return (
+            "no usable NVIDIA GPU: none is there, or its driver is older than this PyTorch needs; or use --device cpu"
+        )
+    capability = torch.cuda.get_device_capability()
+    if capability < OLDEST_CAPABILITY:
+        name, found = torch.cuda.get_device_name(), ".".join(map(str, capability))
+        return f"{name} has compute capability {found}, expected at least 8.0; or use --device cpu"
+    return None
+
+
+def device() -> torch.device:
+    """Where arrays lie; raises DeviceError, naming what is missing, when there is no usable GPU."""
+    return torch.device("cpu") if _emulated else _checked_gpu()
+
+
+def architecture() -> tuple[int, int]:
+    """The compute capability, (0, 0) under the emulator."""
+    return (0, 0) if _emulated else torch.cuda.get_device_capability(device())
+
+
+def multiprocessors() -> int:
+    """How many blocks' worth of hardware there is."""
+    if _emulated:
+        return EMULATED_MULTIPROCESSORS
+    return int(torch.cuda.get_device_properties(device()).multi_processor_count)
+
+
+def _allocated(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(tuple(shape), dtype=dtype, device=device())
+
+
+_allocate: Callable[..., torch.Tensor] = _allocated
+
+
+def empty(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """An uninitialised array; the op that asked for it must write every element."""
+    return _allocate(shape, dtype)
+
+
+def zeros(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """A zeroed array."""
+    return torch.zeros(tuple(shape), dtype=dtype, device=device())
+
+
+def set_allocator(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Replace where `empty` gets arrays; returns the previous. For the contract's hygiene gate only."""
+    global _allocate
+    previous, _allocate = _allocate, allocate
+    return previous
+
+
+def plain_allocator(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """What `empty` does when nothing has replaced it."""
+    return _allocated(shape, dtype)
+
+
+def to_device(array: Any) -> torch.Tensor:
+    """A copy on the device of a NumPy array or tensor, without waiting for it."""
+    tensor = array if isinstance(array, torch.Tensor) else torch.from_numpy(_writable(array))
+    if _emulated:
+        return tensor.clone().contiguous()
+    tensor = tensor.contiguous()
+    if tensor.device.type == "cpu" and tensor.numel():
+        tensor = tensor.pin_memory()
+    return tensor.to(device(), non_blocking=True)
+
+
+def _writable(array: np.ndarray) -> np.ndarray:
+    array = np.ascontiguousarray(array)
+    return array if array.flags.writeable else array.copy()
+
+
+def to_host(tensor: torch.Tensor) -> np.ndarray:
+    """A copy of a tensor as a NumPy array, after the device has finished it."""
+    return tensor.detach().cpu().numpy().copy() if _emulated else tensor.detach().cpu().numpy()
