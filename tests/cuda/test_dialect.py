@@ -100,7 +100,7 @@ def test_a_source_that_does_not_compile_names_its_first_error(tmp_path, monkeypa
     (tmp_path / "bad.cu").write_text('#include "device.cuh"\nextern "C" __global__ void bad() { no_such_thing(); }\n')
     monkeypatch.setattr(sources, "text", lambda name: (tmp_path / "bad.cu").read_text() if name == "bad.cu" else "")
     monkeypatch.setattr(sources, "included", lambda name: (name,))
-    with pytest.raises(KernelError, match="bad.cu.*does not compile"):
+    with pytest.raises(KernelError, match=r"bad\.cu.*does not compile"):
         kernels.load("bad.cu", "bad")(1, 32)
 
 
