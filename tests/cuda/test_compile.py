@@ -17,6 +17,7 @@ def test_the_dialect_compiles(capability):
 
 
 def test_a_complaint_names_the_source_and_the_error(monkeypatch):
-    monkeypatch.setattr(compiler.sources, "text", lambda name: "__device__ void f() { nothing; }" if name == "bad.cu" else "")
+    texts = {"bad.cu": "__device__ void f() { nothing; }"}
+    monkeypatch.setattr(compiler.sources, "text", lambda name: texts.get(name, ""))
     with pytest.raises(KernelError, match=r"bad.cu .*does not compile for sm_90a: .*nothing"):
         compiler.binary("bad.cu", {}, "sm_90a")
