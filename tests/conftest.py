@@ -1,5 +1,6 @@
 """Checkpoints that many tests read, each written once a run. Tests must not change them: copy first."""
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -48,10 +49,10 @@ def model(test_checkpoint: Path):
 
 @pytest.fixture
 def emulated_cuda() -> Iterator[None]:
-    """CUDA ops run on the emulator, on CPU tensors."""
+    """CUDA ops run on the emulator, on CPU tensors; with ISOBIT_TEST_GPU=1 on the machine's GPU."""
     from isobit.cuda import memory
 
-    memory.emulate(True)
+    memory.emulate(os.environ.get("ISOBIT_TEST_GPU") != "1")
     try:
         yield
     finally:
