@@ -9,23 +9,23 @@ constexpr int THREE_INST = 0, MCG = 1, MUL1 = 2;
 constexpr int TILE = 16;
 constexpr int LANE_VALUES = 8;
 
-constexpr int tile_words(int twice_bits) { return 4 * twice_bits; }
-constexpr int tile_bytes(int twice_bits) { return 16 * twice_bits; }
+__host__ __device__ constexpr int tile_words(int twice_bits) { return 4 * twice_bits; }
+__host__ __device__ constexpr int tile_bytes(int twice_bits) { return 16 * twice_bits; }
 
 // The stream bit, counted from the lane's own first position, at which its position j's state ends.
-constexpr int state_end(int twice_bits, int j) {
+__host__ __device__ constexpr int state_end(int twice_bits, int j) {
     return twice_bits % 2 == 0 ? (j + 1) * (twice_bits / 2) : ((j + 1) * twice_bits - (j + 1) % 2) / 2;
 }
 
 // The bits from the first state's first to the last state's last.
-constexpr int window_bits(int twice_bits) { return state_end(twice_bits, 7) - state_end(twice_bits, 0) + 16; }
+__host__ __device__ constexpr int window_bits(int twice_bits) { return state_end(twice_bits, 7) - state_end(twice_bits, 0) + 16; }
 
 // The stream bit at which the lane's window begins.
-constexpr int window_start(int twice_bits, int lane) {
+__host__ __device__ constexpr int window_start(int twice_bits, int lane) {
     return (4 * twice_bits * lane + state_end(twice_bits, 0) - 16 + 128 * twice_bits) % (128 * twice_bits);
 }
 
-constexpr int most_shift(int twice_bits) {
+__host__ __device__ constexpr int most_shift(int twice_bits) {
     int most = 0;
     for (int lane = 0; lane < 32; ++lane) {
         const int shift = window_start(twice_bits, lane) % 32;
@@ -34,10 +34,10 @@ constexpr int most_shift(int twice_bits) {
     return most;
 }
 
-constexpr int window_words(int twice_bits) { return (most_shift(twice_bits) + window_bits(twice_bits) + 31) / 32; }
+__host__ __device__ constexpr int window_words(int twice_bits) { return (most_shift(twice_bits) + window_bits(twice_bits) + 31) / 32; }
 
 // Widths whose windows begin at the same bit of a word in every lane.
-constexpr bool has_one_shift(int twice_bits) { return twice_bits % 8 == 0; }
+__host__ __device__ constexpr bool has_one_shift(int twice_bits) { return twice_bits % 8 == 0; }
 
 // Where a lane's window lies in every tile of a width; computed once.
 template <int twice>
