@@ -93,6 +93,10 @@ MEMORY_GIB = Setting(
     above=0,
     unset="what the machine has free",
 )
+DEVICES = ("auto", "cpu", "cuda")
+DEVICE = Setting(
+    "device", str, "auto", "What computes: the GPU where there is a usable one, or as said.", choices=DEVICES
+)
 THREADS = Setting("threads", int, None, "CPU threads of the kernels.", 1, 1024, unset="one for each core")
 SEGMENT_ROWS = Setting(
     "segment_rows", int, 1024, "Prompt rows that one forward of deep prefill runs at most.", 1, 65536
@@ -174,6 +178,7 @@ SERVER = (
     NAME,
     CONTEXT,
     MAX_TOKENS,
+    DEVICE,
     MEMORY_GIB,
     THREADS,
     PARALLEL,

@@ -5,6 +5,7 @@ import pytest
 
 from isobit.engine.engine import Engine, EngineSettings
 from isobit.engine.lane import logits_hash, token_hash
+from isobit.engine.placement import Placement
 from isobit.engine.request import Finished, PromptProgress, Request, Sampling, TokenEvent
 from isobit.errors import IsobitError, QueueFullError, RequestError
 from tests.engine.listening import Listener, prompt, reply, wait_until
@@ -142,7 +143,7 @@ def test_less_memory_means_smaller_segments_and_the_same_reply(engine, test_chec
     request = Request(prompt(engine, 300), 4, Sampling(seed=8), reuse=False)
     expected, _ = reply(engine, request)
     available = engine.model.workspace_bytes(40)
-    monkeypatch.setattr("isobit.engine.rounds.can_allocate", lambda count: count <= available)
+    monkeypatch.setattr(Placement, "can_allocate", lambda self, count: count <= available)
     finished, _ = reply(engine, request)
     assert (finished.token_hash, finished.logits_hash) == (expected.token_hash, expected.logits_hash)
     assert finished.segment_rows < 300

@@ -6,11 +6,13 @@ import pytest
 from isobit.checkpoint.reader import Checkpoint
 from isobit.fidelity.parameters import text_config
 from isobit.model.blocks import Pass
+from isobit.model.flash_next import TRUNK
 from isobit.model.load import load_model
 from isobit.model.mtp import draft_batch
 from isobit.model.plan import Plan, Segment
 from isobit.model.state import pages_for
 from isobit.ops import load_ops
+from isobit.ops.passes import PassInputs
 from tests.model.reference_network import ReferenceNetwork
 from tests.model.reference_weights import checkpoint_weights
 
@@ -53,7 +55,8 @@ def test_trunk_and_drafts(model, network):
     for depth in range(3):
         draft_logits, outputs = network.draft(tokens[: ROWS + depth + 1], expected)
         state.reserve(stream, depth + 1)
-        run = Pass(ops, state, draft_batch([stream], depth))
+        batch = draft_batch([stream], depth)
+        run = Pass(ops, state, batch, PassInputs({TRUNK: batch}))
         embedded = ops.embed(tokens[ROWS + depth : ROWS + depth + 1].astype(np.int32), model.embedding)
         streams = model.mtp.propose(run, streams, embedded)
         proposed = ops.to_host(model.logits(streams, model.mtp.mixer))

@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 
 from isobit.model.blocks import Pass
+from isobit.model.flash_next import TRUNK
 from isobit.model.mtp import completed_rows, draft_batch
 from isobit.model.plan import Plan, Segment
 from isobit.ops.batch import Batch
+from isobit.ops.passes import PassInputs
 from tests.model.reference_network import ReferenceNetwork
 from tests.model.reference_weights import checkpoint_weights
 from tests.model.runs import run
@@ -29,7 +31,8 @@ def network(test_checkpoint):
 
 def draft(model, state, stream, following, depth=0, streams=None):
     """One draft row: its logits and the head's output streams."""
-    run_pass = Pass(model.ops, state, draft_batch([stream], depth))
+    batch = draft_batch([stream], depth)
+    run_pass = Pass(model.ops, state, batch, PassInputs({TRUNK: batch}))
     trunk = model.ops.take_rows(state.recurrent["mtp.streams"], [stream.slot]) if streams is None else streams
     out = model.mtp.propose(run_pass, trunk, model.ops.embed(np.array([following], np.int32), model.embedding))
     return model.logits(out, model.mtp.mixer)[0], out

@@ -7,7 +7,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from isobit import settings
-from isobit.cli.common import Folder, Json, MemoryOption, SegmentRowsOption, ThreadsOption, follow, open_engine
+from isobit.cli.common import (
+    DeviceOption,
+    Folder,
+    Json,
+    MemoryOption,
+    SegmentRowsOption,
+    ThreadsOption,
+    follow,
+    open_engine,
+)
 from isobit.errors import IsobitError
 
 if TYPE_CHECKING:
@@ -32,13 +41,14 @@ def prefill(
     lengths: Annotated[str, typer.Option("--lengths", help="Prompt lengths in tokens, with commas.")] = LENGTHS,
     repeats: Annotated[int, typer.Option("--repeats", min=1, help="Alternating repeats; the median counts.")] = 3,
     segment_rows: SegmentRowsOption = settings.SEGMENT_ROWS.default,
+    device: DeviceOption = settings.DEVICE.default,
     memory_gib: MemoryOption = None,
     threads: ThreadsOption = None,
     as_json: Json = False,
 ) -> None:
     """Prompt speed of serial, batched and deep at several lengths, measured in turn."""
     counts = _counts(lengths)
-    engine = open_engine(folder, memory_gib=memory_gib, segment_rows=segment_rows, threads=threads)
+    engine = open_engine(folder, device=device, memory_gib=memory_gib, segment_rows=segment_rows, threads=threads)
     try:
         too_long = [count for count in counts if count >= engine.context]
         if too_long:

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from isobit import settings
 from isobit.cli.bench import bench, prompt_tokens
-from isobit.cli.common import Folder, Json, MemoryOption, ThreadsOption, open_engine
+from isobit.cli.common import DeviceOption, Folder, Json, MemoryOption, ThreadsOption, open_engine
 from isobit.errors import IsobitError
 
 if TYPE_CHECKING:
@@ -40,12 +41,15 @@ def concurrent(
     folder: Folder,
     repeats: Repeats = 3,
     reply_tokens: Reply = 48,
+    device: DeviceOption = settings.DEVICE.default,
     memory_gib: MemoryOption = None,
     threads: ThreadsOption = None,
     as_json: Json = False,
 ) -> None:
     """Reply tokens a second of 1, 2, 4 and 8 streams together, and how long the first tokens take."""
-    engine = open_engine(folder, memory_gib=memory_gib, threads=threads, parallel=max(STREAMS), drafts=False)
+    engine = open_engine(
+        folder, device=device, memory_gib=memory_gib, threads=threads, parallel=max(STREAMS), drafts=False
+    )
     try:
         submit_all(engine, requests(engine, "chat", 2, 4))
         runs: dict[tuple[str, int], list[list[Timed]]] = {}
@@ -70,6 +74,7 @@ def resume(
     folder: Folder,
     length: Annotated[int, typer.Option("--length", min=64, help="Prompt length in tokens.")] = 3000,
     repeats: Repeats = 5,
+    device: DeviceOption = settings.DEVICE.default,
     memory_gib: MemoryOption = None,
     threads: ThreadsOption = None,
     as_json: Json = False,
@@ -77,7 +82,7 @@ def resume(
     """Time to the first token of a prompt that was computed before, but for its last tokens, against a fresh one."""
     from isobit.engine.request import Request
 
-    engine = open_engine(folder, memory_gib=memory_gib, threads=threads, prompt_cache_gib=1.0)
+    engine = open_engine(folder, device=device, memory_gib=memory_gib, threads=threads, prompt_cache_gib=1.0)
     try:
         fresh, resumed, reused = [], [], 0
         for i in range(repeats + 1):
@@ -106,6 +111,7 @@ def drafts(
     folder: Folder,
     repeats: Repeats = 5,
     reply_tokens: Reply = 128,
+    device: DeviceOption = settings.DEVICE.default,
     memory_gib: MemoryOption = None,
     threads: ThreadsOption = None,
     as_json: Json = False,
@@ -118,7 +124,10 @@ def drafts(
     }
     rates: dict[str, list[float]] = {name: [] for name in variants}
     accepted = drafted = 0
-    engines = {name: open_engine(folder, memory_gib=memory_gib, threads=threads, **v) for name, v in variants.items()}
+    engines = {
+        name: open_engine(folder, device=device, memory_gib=memory_gib, threads=threads, **v)
+        for name, v in variants.items()
+    }
     try:
         for i in range(repeats + 1):
             for name, engine in engines.items():

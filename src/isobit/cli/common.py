@@ -45,6 +45,7 @@ def _checked(setting: settings.Setting) -> Any:
 
 
 ContextOption = Annotated[int | None, option(settings.CONTEXT)]
+DeviceOption = Annotated[str, option(settings.DEVICE)]
 MemoryOption = Annotated[float | None, option(settings.MEMORY_GIB)]
 ThreadsOption = Annotated[int | None, option(settings.THREADS)]
 SegmentRowsOption = Annotated[int, option(settings.SEGMENT_ROWS)]

@@ -12,6 +12,7 @@ import typer
 from isobit import settings
 from isobit.cli.common import (
     ContextOption,
+    DeviceOption,
     Folder,
     Json,
     MemoryOption,
@@ -55,6 +56,7 @@ def generate(
     system: SystemOption = None,
     ignore_eos: IgnoreEndOption = False,
     context: ContextOption = None,
+    device: DeviceOption = settings.DEVICE.default,
     memory_gib: MemoryOption = None,
     threads: ThreadsOption = None,
     mtp_drafts: MtpDraftsOption = settings.MTP_DRAFTS.default,
@@ -71,6 +73,7 @@ def generate(
     engine = open_engine(
         folder,
         context=context,
+        device=device,
         memory_gib=memory_gib,
         segment_rows=largest,
         threads=threads,

@@ -8,6 +8,7 @@ import typer
 from isobit import settings
 from isobit.cli.common import (
     ContextOption,
+    DeviceOption,
     Folder,
     MemoryOption,
     MtpDraftsOption,
@@ -29,6 +30,7 @@ def serve(
     name: Annotated[str | None, option(settings.NAME)] = None,
     context: ContextOption = None,
     max_tokens: Annotated[int | None, option(settings.MAX_TOKENS)] = None,
+    device: DeviceOption = settings.DEVICE.default,
     memory_gib: MemoryOption = None,
     threads: ThreadsOption = None,
     parallel: Annotated[int | None, option(settings.PARALLEL)] = None,
@@ -53,6 +55,7 @@ def serve(
         engine = open_engine(
             folder,
             context=context,
+            device=device,
             memory_gib=memory_gib,
             segment_rows=segment_rows,
             threads=threads,

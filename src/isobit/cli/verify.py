@@ -8,14 +8,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from isobit import settings
-from isobit.cli.common import Json, MemoryOption, ThreadsOption, follow, open_engine, option
+from isobit.cli.common import DeviceOption, Json, MemoryOption, ThreadsOption, follow, open_engine, option
 from isobit.errors import IsobitError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from isobit.engine.engine import Engine
     from isobit.engine.origin import Origin
     from isobit.serve.verify import Difference, Recorded, Task
 
-DEVICE = "cpu"
 RECORDS = "Outputs of generate --json, or {request, response} objects of a server; one, or one a line."
 FileArgument = Annotated[Path, typer.Argument(metavar="FILE", help=RECORDS, show_default=False)]
 OptionalFolder = Annotated[
@@ -29,6 +31,7 @@ def verify(
     file: FileArgument,
     folder: OptionalFolder = None,
     prefill: PrefillOption = settings.PREFILL.default,
+    device: DeviceOption = settings.DEVICE.default,
     memory_gib: MemoryOption = None,
     threads: ThreadsOption = None,
     as_json: Json = False,
@@ -40,15 +43,19 @@ def verify(
     from isobit.checkpoint.store import TensorStore
     from isobit.checkpoint.tokenizer import Tokenizer
     from isobit.engine.origin import origin_of
+    from isobit.engine.placement import chosen_device
+    from isobit.ops import device_kind
     from isobit.serve import verify as work
 
     records = work.read_records(file)
     chosen = folder or _recorded_folder(file, records)
-    origin = origin_of(TensorStore(chosen), DEVICE)
+    computing = chosen_device(device)
+    origin = origin_of(TensorStore(chosen), device_kind(computing))
     work.check_origin(records, origin)
     tokenizer = Tokenizer(chosen)
     tasks = [work.task_of(record, tokenizer, prefill) for record in records]  # type: ignore[arg-type]
-    differing = _compare(tasks, chosen, memory_gib, threads, as_json)
+    engine = partial(open_engine, device=computing, memory_gib=memory_gib, threads=threads)
+    differing = _compare(tasks, chosen, engine, as_json)
     if as_json:
         print(json.dumps(_report(tasks, differing, origin, prefill)))
     else:
@@ -58,14 +65,14 @@ def verify(
 
 
 def _compare(
-    tasks: "list[Task]", folder: Path, memory_gib: float | None, threads: int | None, quiet: bool
+    tasks: "list[Task]", folder: Path, open_for: "Callable[..., Engine]", quiet: bool
 ) -> "list[Difference | None]":
     """The difference of each reply, told as soon as it is known unless `quiet`."""
     from isobit.checkpoint.config import load_config
     from isobit.serve.verify import difference, recompute
 
     context = min(max(task.rows for task in tasks), load_config(folder).max_position_embeddings)
-    engine = open_engine(folder, context=context, memory_gib=memory_gib, threads=threads, drafts=False)
+    engine = open_for(folder, context=context, drafts=False)
     differing = []
     try:
         for task in tasks:

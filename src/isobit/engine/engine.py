@@ -16,6 +16,7 @@ from isobit.engine.drafts import CopyProposer, Drafter, MtpProposer, Proposer
 from isobit.engine.guard import DraftCounters
 from isobit.engine.lane import Ticket, emit, token_hash
 from isobit.engine.origin import Origin, origin_of
+from isobit.engine.placement import Placement, chosen_device
 from isobit.engine.prompt_cache import CacheMetrics, PromptCache
 from isobit.engine.request import EventHandler, Finished, FinishReason, Request, Timings
 from isobit.engine.rounds import Rounds
@@ -71,16 +72,16 @@ class Engine:
         self.config = checkpoint.config
         self.tokenizer = Tokenizer(folder)
         self.context = self._context(settings.context)
-        self.model = model or load_model(checkpoint, load_ops("cpu"), self.context)
-        loaded = memory.anonymous_resident()
-        limit = int(settings.memory_gib * memory.GIB) if settings.memory_gib else loaded + memory.available()
+        placement = Placement(chosen_device(settings.device) if model is None else model.ops.family)
+        self.model = model or load_model(checkpoint, load_ops(placement.device), self.context)
+        loaded, limit = placement.loaded(), placement.limit(settings.memory_gib)
         cache_bytes = int(settings.prompt_cache_gib * memory.GIB)
         self.budget = allot(self.model, limit, loaded, settings.parallel, cache_bytes)
         state = self.model.new_state(self.budget.lanes, self.budget.pages)
         cache = PromptCache(state, cache_bytes, self._spill_store())
         sources = proposers(self.model, state, settings.mtp_drafts)
         drafter = Drafter(sources, most_tokens=self.budget.drafted_tokens)
-        self.rounds = rounds(self.model, state, cache, drafter, self.budget, settings)
+        self.rounds = rounds(self.model, state, cache, drafter, self.budget, settings, placement)
         self.segment_rows, _ = self.rounds.fit(settings.segment_rows)
         self._waiting: deque[Ticket] = deque()
         self._work = threading.Condition()

@@ -11,6 +11,7 @@ from isobit.engine import schedule
 from isobit.engine.budget import Budget
 from isobit.engine.drafts import MOST_COPIED, Draft, Drafter, Outcome, accepted_tokens
 from isobit.engine.lane import Lane, Ticket, emit, logits_hash
+from isobit.engine.placement import Placement
 from isobit.engine.prefill import segment_limit
 from isobit.engine.prompt_cache import Kind, PromptCache
 from isobit.engine.request import FinishReason, PromptProgress, Request, TokenEvent
@@ -18,6 +19,7 @@ from isobit.engine.settings import EngineSettings
 from isobit.model.flash_next import FlashNext
 from isobit.model.plan import Plan, Segment
 from isobit.model.state import StateFullError, StatePool, pages_for
+from isobit.ops.batch import Array
 from isobit.ops.sample import Draw, Samples
 
 PROGRESS_SECONDS = 0.05
@@ -55,9 +57,10 @@ class Rounds:
         drafter: Drafter,
         budget: Budget,
         settings: EngineSettings,
+        placement: Placement,
     ):
         self.model, self.state, self.cache, self.drafter = model, state, cache, drafter
-        self.budget, self.settings = budget, settings
+        self.budget, self.settings, self.placement = budget, settings, placement
         self.lanes: list[Lane] = []
         self.prompt_rows = self.reply_tokens = 0
 
@@ -74,8 +77,8 @@ class Rounds:
         try:
             turns = self._turns(lanes)
             started = time.perf_counter()
-            logits = self.model.ops.to_host(self.model.forward(self.state, Plan(tuple(t.segment for t in turns))))
-            samples = self.model.ops.sample(logits, [draw for turn in turns for draw in turn.draws])
+            logits = self.model.forward(self.state, Plan(tuple(turn.segment for turn in turns)))
+            samples = self._sample(logits, [draw for turn in turns for draw in turn.draws])
             seconds = time.perf_counter() - started
         except Exception as error:
             log.exception("a forward failed")
@@ -122,13 +125,23 @@ class Rounds:
         decoding_only = all(turn.lane.reply for turn in turns)
         self.drafter.learn(outcomes, seconds if decoding_only else None)
 
-    def _commit(self, turn: Turn, logits: np.ndarray, samples: Samples, row: int) -> None:
+    def _sample(self, logits: Array, draws: list[Draw]) -> Samples:
+        """The draws of the rows of logits, on the host."""
+        ops = self.model.ops
+        samples = ops.sample(logits, draws)
+        return Samples(ops.to_host(samples.tokens), ops.to_host(samples.logprob), ops.to_host(samples.finite))
+
+    def _row(self, logits: Array, row: int) -> np.ndarray:
+        """One row of logits as a NumPy array."""
+        return self.model.ops.to_host(logits[row])
+
+    def _commit(self, turn: Turn, logits: Array, samples: Samples, row: int) -> None:
         """Take a turn's results into its lane: the prompt's progress, then the tokens drawn while drafts are right."""
         lane, before = turn.lane, turn.lane.rows - len(turn.tokens)
         if not lane.reply:
             self._count_prompt(lane, len(turn.tokens))
             if turn.draws:
-                self._prompt_done(lane, logits[row])
+                self._prompt_done(lane, self._row(logits, row))
         failed = self._take_tokens(turn, logits, samples, row) if turn.draws else None
         lane.rows_computed += lane.rows - before
         if failed is not None:
@@ -136,7 +149,7 @@ class Rounds:
         else:
             self._retire_if_over(lane)
 
-    def _take_tokens(self, turn: Turn, logits: np.ndarray, samples: Samples, row: int) -> str | None:
+    def _take_tokens(self, turn: Turn, logits: Array, samples: Samples, row: int) -> str | None:
         """Add the drawn tokens to the reply up to the first wrong draft; returns what went wrong, or None."""
         lane, taken, failed = turn.lane, 0, None
         for place, drafted in enumerate([*turn.draft.tokens, None], row):
@@ -144,7 +157,7 @@ class Rounds:
                 failed = f"a logit at position {turn.draws[taken].position} is not finite"
                 break
             token = int(samples.tokens[place])
-            self._take_token(lane, logits[place], token, float(samples.logprob[place]))
+            self._take_token(lane, logits, place, token, float(samples.logprob[place]))
             taken += 1
             if token != drafted or lane.end_reason() is not None:
                 break
@@ -154,14 +167,14 @@ class Rounds:
         lane.accepted += max(taken - 1, 0)
         return failed
 
-    def _take_token(self, lane: Lane, logits: np.ndarray, token: int, logprob: float) -> None:
+    def _take_token(self, lane: Lane, logits: Array, place: int, token: int, logprob: float) -> None:
         if lane.first_token is None:
             lane.first_token = time.monotonic()
         lane.reply.append(token)
         if lane.drafts is not None:
             lane.drafts.index.extend([token])
         self.reply_tokens += 1
-        emit(lane.ticket, self._token_event(lane, logits, token, logprob))
+        emit(lane.ticket, self._token_event(lane, logits, place, token, logprob))
 
     def _count_prompt(self, lane: Lane, rows: int) -> None:
         lane.largest_segment = max(lane.largest_segment, rows)
@@ -181,11 +194,11 @@ class Rounds:
         if lane.stream is not None:
             self.cache.keep(lane.history, lane.stream, logits, kind)
 
-    def _token_event(self, lane: Lane, logits: np.ndarray, token: int, logprob: float) -> TokenEvent:
+    def _token_event(self, lane: Lane, logits: Array, place: int, token: int, logprob: float) -> TokenEvent:
         count = lane.request.logprobs
         if not count:
             return TokenEvent(token, None if count is None else logprob)
-        ids, logprobs = self.model.ops.top_logprobs(logits[None], count)
+        ids, logprobs = self.model.ops.top_logprobs(logits[place : place + 1], count)
         alternatives = tuple((int(i), float(p)) for i, p in zip(ids[0], logprobs[0], strict=True))
         return TokenEvent(token, logprob, alternatives)
 
@@ -234,7 +247,7 @@ class Rounds:
         emit(lane.ticket, PromptProgress(lane.rows, lane.rows))
         lane.prompt_hash = logits_hash(logits)
         try:
-            samples = self.model.ops.sample(logits[None], [draw])
+            samples = self._sample(logits[None], [draw])
         except Exception as error:
             log.exception("sampling failed")
             self._retire(lane, "error", f"{type(error).__name__}: {error}")
@@ -294,7 +307,7 @@ class Rounds:
 
     def _can_buffer(self, rows: int) -> bool:
         needed = self.model.workspace_bytes(rows)
-        return needed <= self.budget.buffer_bytes and can_allocate(needed)
+        return needed <= self.budget.buffer_bytes and self.placement.can_allocate(needed)
 
     def _retire_if_over(self, lane: Lane) -> None:
         reason = lane.end_reason()
@@ -325,12 +338,3 @@ def shared_prefix(one: Sequence[int], other: Sequence[int]) -> int:
     count = min(len(one), len(other))
     differing = np.flatnonzero(np.not_equal(one[:count], other[:count]))
     return int(differing[0]) if len(differing) else count
-
-
-def can_allocate(count: int) -> bool:
-    """Whether the process can get `count` more bytes."""
-    try:
-        np.empty(count, dtype=np.uint8)
-    except MemoryError:
-        return False
-    return True

@@ -10,6 +10,7 @@ class EngineSettings:
     """How an engine runs; nothing here changes a reply. `isobit.settings` declares what each means and its bounds."""
 
     context: int | None = settings.CONTEXT.default
+    device: str = settings.DEVICE.default
     memory_gib: float | None = settings.MEMORY_GIB.default
     segment_rows: int = settings.SEGMENT_ROWS.default
     threads: int | None = settings.THREADS.default

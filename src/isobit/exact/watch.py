@@ -8,6 +8,7 @@ import numpy as np
 from isobit.engine.lane import Lane, Ticket
 from isobit.engine.request import FinishReason
 from isobit.engine.rounds import Rounds
+from isobit.ops.batch import Array
 
 
 @dataclass
@@ -26,11 +27,11 @@ class WatchedRounds(Rounds):
         super().__init__(*arguments)
         self.records: dict[Ticket, Record] = {}
 
-    def _take_token(self, lane: Lane, logits: np.ndarray, token: int, logprob: float) -> None:
+    def _take_token(self, lane: Lane, logits: Array, place: int, token: int, logprob: float) -> None:
         record = self.records.setdefault(lane.ticket, Record())
         record.tokens.append(token)
-        record.logits.append(hashlib.sha256(np.ascontiguousarray(logits).tobytes()).hexdigest())
-        super()._take_token(lane, logits, token, logprob)
+        record.logits.append(hashlib.sha256(np.ascontiguousarray(self._row(logits, place)).tobytes()).hexdigest())
+        super()._take_token(lane, logits, place, token, logprob)
 
     def _retire(self, lane: Lane, reason: FinishReason, error: str | None = None) -> None:
         if lane.stream is not None:

@@ -6,6 +6,7 @@ from typing import Any
 from isobit.model.state import StatePool
 from isobit.model.trace import Trace
 from isobit.ops.batch import Array, Batch
+from isobit.ops.passes import PassInputs
 
 Handle = Any  # what an op's prepare function returned
 
@@ -17,6 +18,7 @@ class Pass:
     ops: Any
     state: StatePool
     batch: Batch
+    inputs: PassInputs
     trace: Trace | None = None
 
     def journal(self, name: str) -> Array | None:
@@ -113,12 +115,23 @@ class NgramInjection:
     value: Handle
     ple: Handle
 
-    def __call__(self, run: Pass, streams: Array, tokens: Array) -> None:
+    @property
+    def input_name(self) -> str:
+        """The name of what `fetch` gives among a forward's inputs."""
+        return f"{self.name}.ngram"
+
+    def fetch(self, ops: Any, state: StatePool, batch: Batch, tokens: Array) -> Array:
+        """The table's rows for the tokens, as stored; the history moves on."""
+        history = f"{self.name}.history"
+        journal = state.journals[history] if batch.journal_rows else None
+        ids = ops.ngram_ids(tokens, state.recurrent[history], self.table, self.end_token, batch, journal)
+        return ops.ngram_fetch(ids, self.table)
+
+    def __call__(self, run: Pass, streams: Array) -> None:
         """Adds to streams [R, S, H] in place."""
         ops, pools = run.ops, run.state.recurrent
-        history, conv = f"{self.name}.history", f"{self.name}.ngram_conv"
-        ids = ops.ngram_ids(tokens, pools[history], self.table, self.end_token, run.batch, run.journal(history))
-        rows = ops.ngram_gather(ids, self.table)
+        conv = f"{self.name}.ngram_conv"
+        rows = ops.ngram_decode(run.inputs.arrays[self.input_name], self.table)
         key, value = ops.linear(rows, self.key), ops.linear(rows, self.value)
         ops.ple_inject(streams, key, value, self.ple, pools[conv], run.batch, run.journal(conv))
 
@@ -134,10 +147,10 @@ class Layer:
     experts_site: Handle
     experts: Experts
 
-    def __call__(self, run: Pass, streams: Array, tokens: Array) -> None:
+    def __call__(self, run: Pass, streams: Array) -> None:
         """Updates streams [R, S, H] in place."""
         if self.ngram is not None:
-            self.ngram(run, streams, tokens)
+            self.ngram(run, streams)
         for site, block in ((self.mixer_site, self.mixer), (self.experts_site, self.experts)):
             x, injection = run.ops.gated_read(streams, site)
             run.ops.gated_write(streams, injection, block(run, x))

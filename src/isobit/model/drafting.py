@@ -6,10 +6,11 @@ from dataclasses import replace
 import numpy as np
 
 from isobit.model.blocks import Pass
-from isobit.model.flash_next import FlashNext
+from isobit.model.flash_next import TRUNK, FlashNext
 from isobit.model.mtp import draft_batch
 from isobit.model.state import StateFullError, StatePool, Stream
-from isobit.ops.batch import Array
+from isobit.ops.batch import Array, Batch
+from isobit.ops.passes import PassInputs
 from isobit.ops.sample import Draw
 
 GREEDY = Draw(temperature=0.0)
@@ -40,7 +41,7 @@ def propose_mtp(
     residual = model.ops.take_rows(state.recurrent["mtp.streams"], [streams[i].slot for i in active])
     for step in range(max(lengths)):
         batch = draft_batch([streams[i] for i in active], step)
-        residual, logits = _draft_rows(model, Pass(model.ops, state, batch), residual, following)
+        residual, logits = _draft_rows(model, state, batch, residual, following)
         chosen = [GREEDY if draws is None else draws[i] for i in active]
         positioned = [
             replace(draw, position=streams[i].rows + 1 + step) for i, draw in zip(active, chosen, strict=True)
@@ -57,12 +58,21 @@ def propose_mtp(
     return drafts
 
 
-def _draft_rows(model: FlashNext, run: Pass, residual: Array, following: Sequence[int]) -> tuple[Array, Array]:
+def _draft_rows(
+    model: FlashNext, state: StatePool, batch: Batch, residual: Array, following: Sequence[int]
+) -> tuple[Array, Array]:
     """One draft row a stream: the head's output streams [R, S, H] and the logits [R, vocabulary]."""
-    assert model.mtp is not None, "the checkpoint has no MTP head"
-    embedded = model.ops.embed(np.array(following, dtype=np.int32), model.embedding)
-    out = model.mtp.propose(run, residual, embedded)
-    return out, model.logits(out, model.mtp.mixer)
+    head = model.mtp
+    assert head is not None, "the checkpoint has no MTP head"
+
+    def draft(given: PassInputs) -> tuple[Array, Array]:
+        run = Pass(model.ops, state, given.batches[TRUNK], given)
+        embedded = model.ops.embed(given.arrays["tokens"], model.embedding)
+        out = head.propose(run, given.arrays["streams"], embedded)
+        return out, model.logits(out, head.mixer)
+
+    arrays = {"tokens": np.array(following, dtype=np.int32), "streams": residual}
+    return model.ops.passes.run(("draft", id(state)), PassInputs({TRUNK: batch}, arrays), draft)
 
 
 def _length(model: FlashNext, state: StatePool, stream: Stream, wanted: int) -> int:

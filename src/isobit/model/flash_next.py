@@ -8,12 +8,14 @@ import numpy as np
 
 from isobit.checkpoint.config import FlashNextConfig
 from isobit.model.blocks import Handle, Layer, Pass, SparseAttention
-from isobit.model.mtp import MtpHead
+from isobit.model.mtp import MTP, MTP_ROWS, MtpHead, completed_rows
 from isobit.model.plan import Plan
 from isobit.model.state import StatePool, cache_pools
 from isobit.model.trace import Trace
 from isobit.ops.batch import Array
+from isobit.ops.passes import PassInputs
 
+TRUNK = "trunk"  # the batch of a forward's rows
 DECODED_PANELS = 1 << 20  # float32 values of decoded weights that the threads hold at a time
 
 
@@ -35,18 +37,41 @@ class FlashNext:
 
         Returns the logits [L, vocabulary] float32 of the rows that the plan asks for, in row order.
         """
-        ops = self.ops
-        run = Pass(ops, state, state.batch(plan), trace)
-        tokens = plan.tokens
-        embedded = ops.embed(tokens, self.embedding)
-        streams = ops.expand_streams(embedded, self.config.hc_count)
-        for layer in self.layers:
-            layer(run, streams, tokens)
-        if self.mtp is not None:
-            self.mtp.follow(run, streams, embedded)
+        inputs = self._inputs(state, plan)
+        key = ("forward", id(state), state.journals_id if inputs.batches[TRUNK].journal_rows else None)
+        logits = self.ops.passes.run(key, inputs, lambda given: self._rows(state, given, trace), trace is None)
         for segment in plan.segments:
             segment.stream.rows += len(segment.tokens)
-        return self.logits(ops.take_rows(streams, plan.logit_rows), self.mixer)
+        return logits
+
+    def _inputs(self, state: StatePool, plan: Plan) -> PassInputs:
+        """What the plan's forward takes from the host."""
+        batch, tokens = state.batch(plan), plan.tokens
+        batches, arrays = {TRUNK: batch}, {"tokens": tokens, "logit_rows": plan.logit_rows}
+        for layer in self.layers:
+            if layer.ngram is not None:
+                arrays[layer.ngram.input_name] = layer.ngram.fetch(self.ops, state, batch, tokens)
+        if self.mtp is not None:
+            completed, rows = completed_rows(batch)
+            if completed is not None:
+                batches[MTP] = completed
+                if len(rows) < batch.rows:
+                    arrays[MTP_ROWS] = rows
+        return PassInputs(batches, arrays)
+
+    def _rows(self, state: StatePool, inputs: PassInputs, trace: Trace | None) -> Array:
+        """All layers of a forward, and the logits that it asks for."""
+        ops, logit_rows = self.ops, inputs.arrays["logit_rows"]
+        run = Pass(ops, state, inputs.batches[TRUNK], inputs, trace)
+        embedded = ops.embed(inputs.arrays["tokens"], self.embedding)
+        streams = ops.expand_streams(embedded, self.config.hc_count)
+        for layer in self.layers:
+            layer(run, streams)
+        if self.mtp is not None:
+            self.mtp.follow(run, streams, embedded)
+        if not len(logit_rows):
+            return ops.zeros((0, self.config.vocab_size), "float32")
+        return self.logits(ops.take_rows(streams, logit_rows), self.mixer)
 
     def logits(self, streams: Array, mixer: Handle) -> Array:
         """Collapse streams [L, S, H] and apply the head: [L, vocabulary]."""

@@ -9,6 +9,7 @@ from isobit.checkpoint.reader import Checkpoint
 from isobit.model.blocks import Experts, GatedDeltaNet, Handle, Layer, NgramInjection, SparseAttention
 from isobit.model.flash_next import FlashNext
 from isobit.model.mtp import MtpHead
+from isobit.ops.batch import Array
 
 Progress = Callable[[int, int], None]  # layers loaded, layers in all
 
@@ -70,8 +71,8 @@ class Loader:
 
     def mtp(self) -> MtpHead:
         return MtpHead(
-            norm_embedding=self.vector("mtp.pre_fc_norm_embedding.weight"),
-            norm_hidden=self.vector("mtp.pre_fc_norm_hidden.weight"),
+            norm_embedding=self.placed_vector("mtp.pre_fc_norm_embedding.weight"),
+            norm_hidden=self.placed_vector("mtp.pre_fc_norm_hidden.weight"),
             fc_embedding=self.linear("mtp.fc_embedding"),
             fc_hidden=self.linear("mtp.fc_hidden"),
             eps=self.config.rms_norm_eps,
@@ -81,6 +82,13 @@ class Loader:
 
     def vector(self, name: str) -> Any:
         return self.checkpoint.vector(name)
+
+    def placed_vector(self, name: str) -> Array:
+        """The vector as an array of the device, for ops that take it as it is."""
+        vector = self.vector(name)
+        rows = self.ops.zeros((1, *vector.shape), "float32")
+        self.ops.put_rows(rows, [0], vector[None])
+        return rows[0]
 
     def gated_residual(self, prefix: str) -> Handle:
         inject = f"{prefix}.block_inject_weight"

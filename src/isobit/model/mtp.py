@@ -12,6 +12,9 @@ from isobit.model.blocks import Handle, Layer, Pass, SparseAttention
 from isobit.model.state import Stream, page_table
 from isobit.ops.batch import Array, Batch
 
+MTP = "mtp"  # the batch of the head's rows that a forward's tokens complete, where there are any
+MTP_ROWS = "mtp_rows"  # which of the forward's rows they come from, unless from all
+
 
 @dataclass(frozen=True)
 class MtpHead:
@@ -32,10 +35,10 @@ class MtpHead:
         """
         last = run.state.recurrent["mtp.streams"]
         previous = run.ops.shift_rows(streams, last, run.batch, run.journal("mtp.streams"))
-        batch, rows = completed_rows(run.batch)
+        batch, rows = run.inputs.batches.get(MTP), run.inputs.arrays.get(MTP_ROWS)
         if batch is None:
             return
-        if len(rows) < run.batch.rows:
+        if rows is not None:
             previous, embedded = run.ops.take_rows(previous, rows), run.ops.take_rows(embedded, rows)
         combined = self.combine(run, previous, embedded)
         x, _ = run.ops.gated_read(combined, self.layer.mixer_site)
@@ -61,7 +64,7 @@ class MtpHead:
         draft's keys and values at the batch's positions, which the next forward writes over.
         """
         combined = self.combine(run, streams, embedded)
-        self.layer(run, combined, np.empty(0, dtype=np.int32))
+        self.layer(run, combined)
         return combined
 
 

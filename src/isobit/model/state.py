@@ -79,6 +79,7 @@ class StatePool:
         self._free_pages = list(range(pages - 1, -1, -1))
         self._page_users = [0] * pages
         self.journals: dict[str, Array] = {}
+        self._journals_made = 0
         self._unsettled: dict[int, Unsettled] = {}
 
     @property
@@ -255,10 +256,16 @@ class StatePool:
             self._grow_journals(used)
         return (np.array(places, dtype=np.int32), used) if used else (None, 0)
 
+    @property
+    def journals_id(self) -> int:
+        """Changes when the journals' arrays are others."""
+        return self._journals_made
+
     def _grow_journals(self, rows: int) -> None:
         for name, pool in self.recurrent.items():
             if name not in self.journals or len(self.journals[name]) < rows:
                 self.journals[name] = self.ops.zeros((rows, *pool.shape[1:]), pool.dtype)
+                self._journals_made += 1
 
     def _export_cache(self, cache: AttentionCache, stream: Stream, rows: int) -> Iterator[tuple[str, np.ndarray]]:
         counts = {"keys": rows, "values": rows, "index_raw": rows, "index_pooled": rows // self.index_block}

@@ -10,6 +10,8 @@ configure()
 
 import numba  # noqa: E402
 
+from isobit.ops.passes import EagerPasses  # noqa: E402
+
 OP_FOLDERS = (
     "linear",
     "embedding",
@@ -32,11 +34,28 @@ def load_ops(device: str) -> Ops:
     """The op functions of a device kind, as one namespace; raises ValueError for a device that has none."""
     if device not in DEVICES:
         raise ValueError(f"device {device!r} is not available: expected one of {', '.join(DEVICES)}")
-    functions: dict[str, Any] = {"device": device}
+    functions: dict[str, Any] = {"device": device_kind(device), "family": device}
     for folder in OP_FOLDERS:
         module = importlib.import_module(f"isobit.ops.{folder}.{device}")
         functions.update({name: getattr(module, name) for name in module.__all__})
-    return SimpleNamespace(**functions)
+    return SimpleNamespace(passes=_passes(device), **functions)
+
+
+def device_kind(device: str) -> str:
+    """The device kind that replies depend on: "cpu", or a GPU's compute capability, such as "cuda-9.0"."""
+    if device == "cpu":
+        return device
+    from isobit.cuda.memory import architecture
+
+    return "cuda-{}.{}".format(*architecture())
+
+
+def _passes(device: str) -> Any:
+    if device == "cpu":
+        return EagerPasses()
+    from isobit.cuda.graphs import GraphPasses
+
+    return GraphPasses()
 
 
 def import_contracts(device: str = "cpu") -> None:

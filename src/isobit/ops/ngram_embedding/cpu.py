@@ -13,7 +13,7 @@ from isobit.ops.ngram_embedding.injection import inject_streams
 from isobit.ops.rings import decode_ring
 from isobit.ops.work import run_split
 
-__all__ = ["ngram_gather", "ngram_ids", "ple_inject", "prepare_ple"]
+__all__ = ["ngram_decode", "ngram_fetch", "ngram_gather", "ngram_ids", "ple_inject", "prepare_ple"]
 
 STEPS = 16  # element operations of the injection for each of its elements
 
@@ -73,8 +73,18 @@ def ngram_ids(
 
 def ngram_gather(ids: np.ndarray, table: NgramTable) -> np.ndarray:
     """The rows' values, head after head: int64 [R, heads] -> float32 [R, heads * width]."""
-    rows, heads = ids.shape
-    stored = gather_stored(table, ids.ravel())
+    return ngram_decode(ngram_fetch(ids, table), table)
+
+
+def ngram_fetch(ids: np.ndarray, table: NgramTable) -> np.ndarray:
+    """The table's rows as stored: int64 [R, heads] -> [R, heads, stored width], on the host."""
+    return gather_stored(table, ids.ravel()).reshape(*ids.shape, -1)
+
+
+def ngram_decode(fetched: np.ndarray, table: NgramTable) -> np.ndarray:
+    """The values of fetched rows, head after head: [R, heads, stored width] -> float32 [R, heads * width]."""
+    rows, heads, _ = fetched.shape
+    stored = fetched.reshape(rows * heads, -1)
     out = empty((rows, heads * table.width))
     if table.bits is None:
         stored_values = stored.astype(np.uint32) << 16 if table.bfloat16 else stored.astype(np.float32)

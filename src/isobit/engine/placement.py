@@ -1,0 +1,90 @@
+"""Where an engine computes: choosing the device, and the memory that it may use there."""
+
+import importlib.util
+from dataclasses import dataclass
+
+import numpy as np
+
+from isobit.engine import memory
+from isobit.errors import IsobitError
+
+GPU_RESERVE = 1 << 30  # bytes of a GPU that are left to the driver, libraries and fragments
+
+
+def chosen_device(asked: str) -> str:
+    """Either "cpu" or "cuda" for a --device of auto, cpu or cuda; auto takes a GPU that can be used.
+
+    Raises IsobitError, naming what is missing, when a GPU is asked for and there is none.
+    """
+    if asked == "cpu":
+        return "cpu"
+    problem = gpu_problem()
+    if asked == "auto":
+        return "cpu" if problem else "cuda"
+    if problem:
+        raise IsobitError(f"--device cuda: {problem}")
+    return "cuda"
+
+
+def gpu_problem() -> str | None:
+    """Why no GPU can be used, in one line, or None."""
+    for module in ("torch", "cuda.core"):
+        try:
+            found = importlib.util.find_spec(module)
+        except ModuleNotFoundError:
+            found = None
+        if found is None:
+            return f"{module} is not installed: pip install 'isobit[cuda]', or use --device cpu"
+    from isobit.cuda import memory as gpu
+
+    return None if gpu.is_emulated() else gpu.gpu_problem()
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The memory of the device that holds weights, states and buffers."""
+
+    device: str
+
+    @property
+    def _on_host(self) -> bool:
+        if self.device == "cpu":
+            return True
+        from isobit.cuda import memory as gpu
+
+        return gpu.is_emulated()
+
+    def loaded(self) -> int:
+        """Bytes that are taken: on the CPU by this process, on a GPU by its weights."""
+        if self._on_host:
+            return memory.anonymous_resident()
+        import torch
+
+        return int(torch.cuda.memory_allocated())
+
+    def limit(self, memory_gib: float | None) -> int:
+        """The most bytes to use in all."""
+        if memory_gib:
+            return int(memory_gib * memory.GIB)
+        if self._on_host:
+            return self.loaded() + memory.available()
+        import torch
+
+        free, _ = torch.cuda.mem_get_info()
+        return self.loaded() + max(0, free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated() - GPU_RESERVE)
+
+    def can_allocate(self, count: int) -> bool:
+        """Whether `count` more bytes are to be had."""
+        if self._on_host:
+            try:
+                np.empty(count, dtype=np.uint8)
+            except MemoryError:
+                return False
+            return True
+        import torch
+
+        try:
+            torch.empty(count, dtype=torch.uint8, device="cuda")
+        except torch.cuda.OutOfMemoryError:
+            return False
+        return True

@@ -1,0 +1,31 @@
+"""Running a whole forward: what it takes from the host is given apart from its steps, which a device can replay."""
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+from isobit.ops.batch import Array, Batch
+
+
+@dataclass(frozen=True)
+class PassInputs:
+    """What a forward reads that changes from one to the next: batches, and arrays of the host or the device."""
+
+    batches: dict[str, Batch]
+    arrays: dict[str, Array] = field(default_factory=dict)
+
+
+Body = Callable[[PassInputs], Any]
+
+
+class EagerPasses:
+    """Runs the steps as they are."""
+
+    def run(self, key: Hashable, inputs: PassInputs, body: Body, replayable: bool = True) -> Any:
+        """What `body` gives for the inputs: arrays.
+
+        A later run with the same key and inputs of the same shapes may replay the steps of an earlier one, if both are
+        `replayable`: the body may depend on nothing else, and leaves nothing behind but what ops write to arrays. The
+        arrays given are good until the next run with the same key.
+        """
+        return body(inputs)
