@@ -11,13 +11,13 @@ from isobit.ops.cases import given, stream_of_row
 from isobit.ops.contract import Case, Outputs, Span, register
 from isobit.ops.experts import reference
 from isobit.ops.experts.cpu import experts, prepare_experts, route
-from isobit.ops.experts.product import BY_COUNT, IN_PANELS, ROW_BY_ROW
+from isobit.ops.experts.product import BY_COUNT, FEW_BY_FEW, IN_PANELS, ROW_BY_ROW
 from isobit.ops.experts.reference import HostExperts
-from isobit.ops.linear.blocks import GROUP_ROWS
+from isobit.ops.linear.blocks import FEW_ROWS, GROUP_ROWS
 from isobit.ops.linear.contract import adversarial_rows, random_plain, random_trellis
 from isobit.ops.linear.reference import ROUNDING, TINY
 
-HOW = {"row by row": ROW_BY_ROW, "in panels": IN_PANELS, "by count": BY_COUNT}
+HOW = {"row by row": ROW_BY_ROW, "few by few": FEW_BY_FEW, "in panels": IN_PANELS, "by count": BY_COUNT}
 
 
 class RouteOp:
@@ -77,7 +77,7 @@ class ExpertsOp:
 
     name = "experts"
     implementations: tuple[str, ...] = tuple(HOW)
-    row_edges = (GROUP_ROWS,)
+    row_edges = (GROUP_ROWS, FEW_ROWS)
 
     def cases(self, rng: np.random.Generator, full: bool) -> Iterator[Case]:
         yield self._case(rng, "8 experts, 2 chosen", 29, 2, trellis_experts(rng, 8, 128, 128))

@@ -10,7 +10,7 @@ from isobit.errors import CheckpointError
 from isobit.ops import buffers
 from isobit.ops.experts import grouping, product
 from isobit.ops.experts.router import route
-from isobit.ops.linear.blocks import BLOCK
+from isobit.ops.linear.blocks import BLOCK, FEW_ROWS
 from isobit.ops.linear.cpu import LinearHandle, parts_of, prepare_linear
 from isobit.ops.linear.memory import place_of
 from isobit.ops.linear.parallel import run_parts
@@ -68,7 +68,7 @@ def prepare_experts(
     record = np.zeros(product.RECORD_HEADER + FIELDS * len(layers), np.int64)
     record[product.ROUTED] = len(gate)
     record[product.HIDDEN_STRIDE], record[product.READY_BLOCKS] = hidden_stride, ready_blocks
-    record[product.MOST_COLUMNS], record[product.SWISH] = most_columns, place_of(product.swish)
+    record[product.SWISH] = place_of(product.swish)
     record[product.RECORD_HEADER :] = np.concatenate([layer.record for layer in layers])
     return ExpertsHandle(
         routed=len(gate),
@@ -114,12 +114,14 @@ def _experts(
     parts = parts_of(-(-pairs // decoded), decoded * handle.row_work // len(_PHASES))
     pass_rows = min(rows, MOST_PASS_ROWS)
     column_blocks = min(max(1, ROW_BLOCKS // rows), -(-handle.hidden // BLOCK))
-    kernel_floats = 2 * BLOCK + PANELS_FLOATS + 3 * max(handle.most_columns, pass_rows * BLOCK)
+    sums_floats = max(min(rows, FEW_ROWS) * handle.most_columns, pass_rows * BLOCK)
+    kernel_floats = 2 * BLOCK + PANELS_FLOATS + 3 * sums_floats
     part_floats = kernel_floats + pass_rows * handle.most_blocks * BLOCK + (pairs * column_blocks + 4) * BLOCK
     shared_floats = pairs * handle.pair_floats + _whole_blocks(rows)
     plan = grouping.empty_plan(rows, chosen, handle.routed)
     plan[grouping.HOW], plan[grouping.PASS_ROWS], plan[grouping.COLUMN_BLOCKS] = how, pass_rows, column_blocks
     plan[grouping.SHARED_FLOATS], plan[grouping.PART_FLOATS] = shared_floats, part_floats
+    plan[grouping.SUMS_FLOATS] = sums_floats
     grouping.fill_plan(ids, weights, handle.routed, plan)
     run_parts(_PHASES, x, y, handle.record, plan, part_floats, parts, shared_floats)
 

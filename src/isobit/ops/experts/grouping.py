@@ -19,14 +19,15 @@ PASS_ROWS = 3  # the most rows of one expert that are computed together
 COLUMN_BLOCKS = 4  # the most blocks of 128 outputs whose sums are held at a time
 SHARED_FLOATS = 5  # of scratch, before the parts' own
 PART_FLOATS = 6
-EXPERTS_AT = 7  # where each list begins
-STARTS_AT = 8
-ROWS_AT = 9
-WEIGHTS_AT = 10  # float32 bits; the shared expert's are not known yet
-CHOSEN = 11
-PAIRS_OF_ROWS_AT = 12  # chosen + 1 pairs a row, in ascending expert
-SHARD_ENDS_AT = 13  # the first pair after each expert shard's; the shared expert is a shard of its own
-HEADER = 14 + EXPERT_SHARDS + 1
+SUMS_FLOATS = 7  # of the sums that a part computes at a time
+EXPERTS_AT = 8  # where each list begins
+STARTS_AT = 9
+ROWS_AT = 10
+WEIGHTS_AT = 11  # float32 bits; the shared expert's are not known yet
+CHOSEN = 12
+PAIRS_OF_ROWS_AT = 13  # chosen + 1 pairs a row, in ascending expert
+SHARD_ENDS_AT = 14  # the first pair after each expert shard's; the shared expert is a shard of its own
+HEADER = 15 + EXPERT_SHARDS + 1
 
 
 def empty_plan(rows: int, chosen: int, routed: int) -> np.ndarray:

@@ -9,7 +9,7 @@ from numba import carray, cfunc, types
 from isobit.ops.experts import grouping
 from isobit.ops.experts.grouping import expert_of, pair_of_row, row_of, shard_end, start_of, weight_of
 from isobit.ops.lanes import LANES, lanes_load_first, lanes_store_first
-from isobit.ops.linear.blocks import BLOCK, ROW_BYTES, add_terms, add_totals, round_totals
+from isobit.ops.linear.blocks import BLOCK, FEW_ROWS, ROW_BYTES, add_terms, add_totals, round_totals
 from isobit.ops.linear.memory import call, copy_floats, field, float_at, put_float, zero_floats
 from isobit.ops.linear.product import (
     FIELDS,
@@ -18,7 +18,7 @@ from isobit.ops.linear.product import (
     PANELS_FLOATS,
     TILE,
     TILE_COLUMNS,
-    chains_of_row,
+    chains_of_few,
     chains_of_rows,
     finish_row,
     inlined,
@@ -33,12 +33,11 @@ from isobit.ops.scalar import sigmoid32, silu32
 ROUTED = 0
 HIDDEN_STRIDE = 1  # floats between two pairs' hidden values
 READY_BLOCKS = 2  # blocks of 128 in a pair's prepared hidden values
-MOST_COLUMNS = 3  # the most outputs of any projection, in whole blocks
-SWISH = 4
-RECORD_HEADER = 5
+SWISH = 3
+RECORD_HEADER = 4
 GATE, UP, DOWN, PROJECTIONS = 0, 1, 2, 3
 
-BY_COUNT, ROW_BY_ROW, IN_PANELS = 0, 1, 2
+BY_COUNT, ROW_BY_ROW, IN_PANELS, FEW_BY_FEW = 0, 1, 2, 3
 DECODING = 7  # what decoding a tile costs, in rows multiplied with it
 
 
@@ -71,10 +70,10 @@ def layer_of(record, expert, projection):
 
 
 @inlined
-def one_by_one(plan, count):
-    """Whether an expert with `count` rows computes them row by row."""
+def in_panels(plan, count):
+    """Whether an expert with `count` rows computes them in panels, and not a few together."""
     how = field(plan, grouping.HOW)
-    return how == ROW_BY_ROW or (how == BY_COUNT and count == 1)
+    return how == IN_PANELS or (how == BY_COUNT and count > FEW_ROWS)
 
 
 @inlined
@@ -86,7 +85,9 @@ def column_blocks(layer):
 @inlined
 def pass_rows(plan, count):
     """How many of an expert's `count` rows are computed together."""
-    return 1 if one_by_one(plan, count) else field(plan, grouping.PASS_ROWS)
+    if in_panels(plan, count):
+        return field(plan, grouping.PASS_ROWS)
+    return 1 if field(plan, grouping.HOW) == ROW_BY_ROW else min(FEW_ROWS, count)
 
 
 @inlined
@@ -95,10 +96,10 @@ def hidden_values(x, plan, record, active, first_column, last_column, hidden, re
     expert, start, end = expert_of(plan, active), start_of(plan, active), start_of(plan, active + 1)
     stride, ready_blocks = 4 * field(record, HIDDEN_STRIDE), field(record, READY_BLOCKS)
     down = layer_of(record, expert, DOWN)
-    most = pass_rows(plan, end - start)
+    most, panelled = pass_rows(plan, end - start), in_panels(plan, end - start)
     spare, other, panels = room, room + ROW_BYTES, room + 2 * ROW_BYTES
     sums = panels + 4 * PANELS_FLOATS
-    totals, prepared = after_sums(plan, record, sums)
+    totals, prepared = after_sums(plan, sums)
     for begin in range(start, end, most):
         rows = min(most, end - begin)
         for projection in range(GATE, DOWN):
@@ -106,11 +107,12 @@ def hidden_values(x, plan, record, active, first_column, last_column, hidden, re
             for row in range(rows):
                 source = x + 4 * field(layer, INPUTS) * row_of(plan, begin + row)
                 prepare_row(source, layer, prepared + row * ROW_BYTES, rows * ROW_BYTES, spare)
-            if most == 1:
-                chains_of_row(layer, first_column, last_column - first_column, prepared, sums, totals)
+            if not panelled:
+                columns = last_column - first_column
+                chains_of_few(layer, first_column, columns, rows, prepared, sums, totals, panels)
             for column in range(first_column, last_column, BLOCK):
-                place = sums + 4 * (column - first_column)
-                if most > 1:
+                place = sums + 4 * rows * (column - first_column)
+                if panelled:
                     place = sums
                     columns = min(BLOCK, last_column - column)
                     chains_of_rows(layer, column, columns, rows, prepared, sums, totals, panels)
@@ -132,9 +134,9 @@ def hidden_values(x, plan, record, active, first_column, last_column, hidden, re
 
 
 @inlined
-def after_sums(plan, record, sums):
+def after_sums(plan, sums):
     """Where the float64 totals and the prepared rows lie that belong to room for `sums`."""
-    floats = max(field(record, MOST_COLUMNS), field(plan, grouping.PASS_ROWS) * BLOCK)
+    floats = field(plan, grouping.SUMS_FLOATS)
     return sums + 4 * floats, sums + 12 * floats
 
 
@@ -157,7 +159,7 @@ def shared_gates(x, first_row, last_row, plan, record, shared_weights, room):
     layer = layer_of(record, field(record, ROUTED) + 1, 0)
     spare, panels = room, room + 2 * ROW_BYTES
     sums = panels + 4 * PANELS_FLOATS
-    totals, prepared = after_sums(plan, record, sums)
+    totals, prepared = after_sums(plan, sums)
     columns = min(field(layer, TILE_COLUMNS) * TILE, BLOCK)
     most = pass_rows(plan, last_row - first_row)
     for begin in range(first_row, last_row, most):
@@ -165,10 +167,10 @@ def shared_gates(x, first_row, last_row, plan, record, shared_weights, room):
         for row in range(rows):
             source = x + 4 * (begin + row) * field(layer, INPUTS)
             prepare_row(source, layer, prepared + row * ROW_BYTES, rows * ROW_BYTES, spare)
-        if most == 1:
-            chains_of_row(layer, 0, columns, prepared, sums, totals)
-        else:
+        if in_panels(plan, last_row - first_row):
             chains_of_rows(layer, 0, columns, rows, prepared, sums, totals, panels)
+        else:
+            chains_of_few(layer, 0, columns, rows, prepared, sums, totals, panels)
         for row in range(rows):
             out = shared_weights + 4 * (begin + row)
             finish_row(sums + row * ROW_BYTES, layer, 0, 1, out, spare)
@@ -201,20 +203,21 @@ def expert_outputs(plan, record, active, first_block, last_block, ready, outputs
     """One expert's down projections, columns in blocks first_block to last_block - 1: [pairs, those columns]."""
     expert, start, end = expert_of(plan, active), start_of(plan, active), start_of(plan, active + 1)
     layer = layer_of(record, expert, DOWN)
-    most = pass_rows(plan, end - start)
+    most, panelled = pass_rows(plan, end - start), in_panels(plan, end - start)
     spare, panels = room, room + ROW_BYTES
     sums = panels + 4 * PANELS_FLOATS
-    totals, _ = after_sums(plan, record, sums)
+    totals, _ = after_sums(plan, sums)
     first_column, last_column = first_block * BLOCK, min(last_block * BLOCK, field(layer, TILE_COLUMNS) * TILE)
     pair_bytes = (last_block - first_block) * ROW_BYTES
     for begin in range(start, end, most):
         count = min(most, end - begin)
         prepared = ready + begin * field(record, READY_BLOCKS) * ROW_BYTES
-        if most == 1:
-            chains_of_row(layer, first_column, last_column - first_column, prepared, sums, totals)
+        if not panelled:
+            columns = last_column - first_column
+            chains_of_few(layer, first_column, columns, count, prepared, sums, totals, panels)
         for column in range(first_column, last_column, BLOCK):
-            place = sums + 4 * (column - first_column)
-            if most > 1:
+            place = sums + 4 * count * (column - first_column)
+            if panelled:
                 place = sums
                 columns = min(BLOCK, last_column - column)
                 chains_of_rows(layer, column, columns, count, prepared, sums, totals, panels)

@@ -7,14 +7,14 @@ import numpy as np
 from numba import njit
 
 from isobit.ops.lanes import LANES, lanes_load_first, lanes_store_first
-from isobit.ops.linear.blocks import BLOCK
+from isobit.ops.linear.blocks import BLOCK, FEW_ROWS
 from isobit.ops.linear.memory import address_of, field
 from isobit.ops.linear.product import (
     OUTPUTS,
     PANELS_FLOATS,
     TILE,
     TILE_COLUMNS,
-    chains_of_row,
+    chains_of_few,
     chains_of_rows,
     inlined,
     input_blocks,
@@ -76,8 +76,8 @@ def _chains(record, column, rows, prepared, sums, scratch):
     columns = min(BLOCK, field(layer, TILE_COLUMNS) * TILE - column)
     panels = address_of(scratch)
     totals = panels + 4 * PANELS_FLOATS
-    if rows == 1:
-        chains_of_row(layer, column, columns, prepared, sums, totals)
+    if rows <= FEW_ROWS:
+        chains_of_few(layer, column, columns, rows, prepared, sums, totals, panels)
     else:
         chains_of_rows(layer, column, columns, rows, prepared, sums, totals, panels)
 

@@ -2,6 +2,7 @@
 
 from llvmlite import ir
 from numba import cfunc, types
+from numba.core import cgutils
 
 from isobit.ops.linear.vectors import (
     FLOAT,
@@ -31,6 +32,8 @@ _PRODUCT_LANES = 16 if _WIDE else 8
 GROUP_ROWS = 12 if _WIDE else 6  # the most rows whose chains fit the registers
 NARROW_COLUMNS = _PRODUCT_LANES  # outputs of the narrow product
 NARROW_GROUP_ROWS = 12  # of which the narrow product has one vector each
+FEW_ROWS = 8  # the most rows that are multiplied with tiles as they are decoded
+TILE_FLOAT_BYTES = 4 * 16 * 16  # of one decoded tile
 _STEPS = 4
 _LANES = 8
 _DOUBLE = ir.DoubleType()
@@ -118,15 +121,18 @@ def _ordered_places(rows: range, columns: range):
     return [(row, column) for row in rows for column in columns]
 
 
+def _load_sums(builder, sums, places):
+    kind = vector(FLOAT, _PRODUCT_LANES)
+    return [load(builder, sums, kind, row * ROW_BYTES + 4 * column) for row, column in places]
+
+
 def _emit_product(builder, rows: int, columns: int, first: int, x, panels, steps, sums, fresh):
     """Chains of `rows` x `columns` outputs from column `first`, over steps * _STEPS inputs."""
     lanes = _PRODUCT_LANES
     kind = vector(FLOAT, lanes)
     places = [(row, column) for row in range(rows) for column in range(first, first + columns, lanes)]
     zero = splat(FLOAT, 0.0, lanes)
-    starts = [
-        builder.select(fresh, zero, load(builder, sums, kind, row * ROW_BYTES + 4 * column)) for row, column in places
-    ]
+    starts = [builder.select(fresh, zero, start) for start in _load_sums(builder, sums, places)]
     before = builder.block
     loop, done = builder.append_basic_block("inputs"), builder.append_basic_block("sums")
     builder.branch(loop)
@@ -191,6 +197,68 @@ def _multiply_panels(typingctx, rows, x, panels, inputs, sums, fresh):
         return context.get_dummy_value()
 
     return _void(*[_address] * 6), codegen
+
+
+def _emit_tiles(builder, rows: int, tiles: int, x, values, sums):
+    """Carry the chains of `rows` rows over the 16 inputs of `tiles` decoded tiles that lie side by side."""
+    lanes = _PRODUCT_LANES
+    kind = vector(FLOAT, lanes)
+    columns = range(0, 16 * tiles, lanes)
+    places = [(row, column) for row in range(rows) for column in columns]
+    chains = _load_sums(builder, sums, places)
+    for k in range(16):
+
+        def weights_of(column, k=k):
+            return load(builder, values, kind, column // 16 * TILE_FLOAT_BYTES + 64 * k + 4 * (column % 16))
+
+        def inputs_of(row, k=k):
+            return broadcast(builder, load(builder, x, FLOAT, row * ROW_BYTES + 4 * k), lanes)
+
+        weights, inputs = _Loads(weights_of), _Loads(inputs_of)
+        for row, column in _ordered_places(range(rows), columns):
+            i = places.index((row, column))
+            chains[i] = fma(builder, inputs[row], weights[column], chains[i])
+    for (row, column), chain in zip(places, chains, strict=True):
+        store(builder, chain, sums, row * ROW_BYTES + 4 * column)
+
+
+def _emit_row_of_tiles(builder, rows: int, x, values, tiles, sums):
+    """`_emit_tiles` over `tiles` tiles, two at a time where their chains fit the registers."""
+    at_once = 2 if _WIDE or rows <= 3 else 1
+    for together in range(at_once, 0, -1):
+        done = builder.and_(tiles, INDEX(-at_once)) if together < at_once else INDEX(0)
+        left = builder.sub(tiles, done)
+        with cgutils.for_range(builder, builder.sdiv(left, INDEX(together))) as loop:
+            tile = builder.add(done, builder.mul(loop.index, INDEX(together)))
+            tile_values = builder.add(values, builder.mul(tile, INDEX(TILE_FLOAT_BYTES)))
+            _emit_tiles(builder, rows, together, x, tile_values, builder.add(sums, builder.mul(tile, INDEX(64))))
+
+
+def _row_groups(rows: int) -> list[tuple[int, int]]:
+    """(first row, rows) of the groups that a few rows are taken in, so that each group's chains fit the registers."""
+    groups = -(-rows // GROUP_ROWS)
+    cuts = [group * rows // groups for group in range(groups + 1)]
+    return [(first, last - first) for first, last in zip(cuts, cuts[1:], strict=False)]
+
+
+@intrinsic
+def _multiply_few(typingctx, rows, x, values, tiles, sums):
+    def codegen(context, builder, signature, args):
+        rows, x, values, tiles, sums = args
+        after = builder.append_basic_block("after")
+        switch = builder.switch(rows, after)
+        for count in range(1, FEW_ROWS + 1):
+            block = builder.append_basic_block(f"rows{count}")
+            switch.add_case(INDEX(count), block)
+            builder.position_at_end(block)
+            for first, size in _row_groups(count):
+                skipped = INDEX(first * ROW_BYTES)
+                _emit_row_of_tiles(builder, size, builder.add(x, skipped), values, tiles, builder.add(sums, skipped))
+            builder.branch(after)
+        builder.position_at_end(after)
+        return context.get_dummy_value()
+
+    return _void(*[_address] * 5), codegen
 
 
 @intrinsic
@@ -297,6 +365,15 @@ def multiply_narrow(rows, x, panel, inputs, sums, fresh):
         first, last = group * rows // groups, (group + 1) * rows // groups
         place = first * ROW_BYTES
         _multiply_narrow(last - first, x + place, panel, inputs, sums + place, fresh)
+
+
+@cfunc(_void(*[_address] * 5), cache=True)
+def multiply_few(rows, x, values, tiles, sums):
+    """Carry the chains of at most FEW_ROWS rows over the 16 inputs of `tiles` decoded tiles that lie side by side.
+
+    x and sums: rows of float32, 512 bytes apart. values: float32 [tiles, 16, 16].
+    """
+    _multiply_few(rows, x, values, tiles, sums)
 
 
 @cfunc(_void(*[_address] * 4), cache=True)

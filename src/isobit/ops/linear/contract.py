@@ -9,10 +9,23 @@ from isobit.checkpoint.weights import CODEBOOKS, WIDTHS, Exl3Linear, Linear, Pla
 from isobit.ops.cases import given, stream_of_row
 from isobit.ops.contract import Case, Outputs, Span, register
 from isobit.ops.linear import reference
-from isobit.ops.linear.blocks import GROUP_ROWS
-from isobit.ops.linear.cpu import BY_ROW_COUNT, IN_PANELS, MOST_ROWS, ROW_BY_ROW, linear, prepare_linear
+from isobit.ops.linear.blocks import FEW_ROWS, GROUP_ROWS
+from isobit.ops.linear.cpu import (
+    BY_ROW_COUNT,
+    FEW_BY_FEW,
+    IN_PANELS,
+    MOST_ROWS,
+    ROW_BY_ROW,
+    linear,
+    prepare_linear,
+)
 
-HOW = {"row by row": ROW_BY_ROW, "in panels": IN_PANELS, "by row count": BY_ROW_COUNT}
+HOW = {
+    "row by row": ROW_BY_ROW,
+    "few by few": FEW_BY_FEW,
+    "in panels": IN_PANELS,
+    "by row count": BY_ROW_COUNT,
+}
 FEW_FORMATS = (("mul1", 3), ("mul1", 2.5), ("mcg", 4), ("3inst", 5))
 
 
@@ -21,7 +34,7 @@ class LinearOp:
 
     name = "linear"
     implementations: tuple[str, ...] = tuple(HOW)
-    row_edges = (GROUP_ROWS, 2 * GROUP_ROWS)
+    row_edges = (3, GROUP_ROWS, FEW_ROWS, 2 * GROUP_ROWS)
 
     def cases(self, rng: np.random.Generator, full: bool) -> Iterator[Case]:
         formats = all_formats() if full else FEW_FORMATS

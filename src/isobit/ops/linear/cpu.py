@@ -1,6 +1,7 @@
 """The linear layer on the CPU: preparing weights, and one call for any number of rows."""
 
 from dataclasses import dataclass
+from dataclasses import field as field_of
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from isobit.checkpoint.weights import Exl3Linear, Linear, PlainLinear
 from isobit.errors import CheckpointError
 from isobit.ops import buffers, threads
 from isobit.ops.linear import product
-from isobit.ops.linear.blocks import BLOCK, ROW_BYTES
+from isobit.ops.linear.blocks import BLOCK, FEW_ROWS, ROW_BYTES
 from isobit.ops.linear.memory import field, place_of
 from isobit.ops.linear.parallel import run_parts
 from isobit.ops.linear.product import (
@@ -19,7 +20,7 @@ from isobit.ops.linear.product import (
     OUTPUTS,
     TILE,
     TILE_COLUMNS,
-    chains_of_row,
+    chains_of_few,
     chains_of_rows,
     finish_row,
     inlined,
@@ -32,7 +33,7 @@ from isobit.ops.work import pieces_are_forced
 
 __all__ = ["linear", "prepare_linear"]
 
-BY_ROW_COUNT, ROW_BY_ROW, IN_PANELS = 0, 1, 2  # how to compute; the first is what the model uses
+BY_ROW_COUNT, ROW_BY_ROW, IN_PANELS, FEW_BY_FEW = 0, 1, 2, 3  # how to compute; the first is what the model uses
 MOST_ROWS = 256  # that one thread prepares at a time; their sums and one block of their inputs fit its cache
 MOST_PREPARED_BYTES = 32 << 20
 PREPARED_ROWS = 1024  # of plain weights converted at a time; a multiple of 16
@@ -45,19 +46,19 @@ ROW_CUTS = 1
 PASS_ROWS = 2
 PART_FLOATS = 3
 
-_ONE_ROW = np.array([ROW_BY_ROW, 1, 1, 0], np.int64)
-
-
 @dataclass(frozen=True)
 class LinearHandle:
-    """A linear layer ready to compute. `record` is for the kernels; `arrays` keeps what it points to alive."""
+    """A linear layer ready to compute. `record` is for the kernels; `arrays` keeps what it points to alive.
+
+    plans: of calls that were made with few rows, by (rows, parts, how).
+    """
 
     in_features: int
     out_features: int
     nbytes: int
     record: np.ndarray
-    row_plan: np.ndarray
     arrays: tuple[np.ndarray, ...]
+    plans: dict[tuple[int, int, int], np.ndarray] = field_of(default_factory=dict)
 
     @property
     def stored_inputs(self) -> int:
@@ -85,7 +86,7 @@ def linear(x: np.ndarray, handle: LinearHandle, how: int = BY_ROW_COUNT) -> np.n
         raise ValueError(f"linear: x has {width} columns, expected {handle.in_features}")
     y = buffers.empty((rows, handle.out_features))
     parts = parts_of(rows, width * handle.out_features)
-    plan = handle.row_plan if rows == 1 and how == BY_ROW_COUNT else _plan(rows, handle, parts, how)
+    plan = _plan(rows, handle, parts, how)
     run_parts(_PHASES, x, y, handle.record, plan, int(plan[PART_FLOATS]), parts)
     return y
 
@@ -101,18 +102,28 @@ def parts_of(rows: int, values: int) -> int:
 
 
 def _plan(rows: int, handle: LinearHandle, parts: int, how: int) -> np.ndarray:
-    if how == BY_ROW_COUNT:
-        how = ROW_BY_ROW if rows == 1 else IN_PANELS
-    plan = handle.row_plan.copy()
-    plan[HOW], plan[ROW_CUTS] = how, _row_cuts(rows, handle, parts)
-    if how == IN_PANELS:
-        blocks = -(-handle.stored_inputs // BLOCK)
-        most_rows = min(MOST_ROWS, max(16, MOST_PREPARED_BYTES // (blocks * ROW_BYTES)))
-        pass_rows = min(-(-rows // int(plan[ROW_CUTS])), most_rows)
-        sums = 3 if handle.stored_inputs >= product.LONG_INPUTS else 1
-        plan[PASS_ROWS] = pass_rows
-        plan[PART_FLOATS] = pass_rows * (blocks + sums) * BLOCK + product.PANELS_FLOATS + BLOCK
+    plan = handle.plans.get((rows, parts, how))
+    if plan is None:
+        plan = _new_plan(rows, handle, parts, how)
+        if rows <= FEW_ROWS:
+            handle.plans[rows, parts, how] = plan
     return plan
+
+
+def _new_plan(rows: int, handle: LinearHandle, parts: int, how: int) -> np.ndarray:
+    if how == BY_ROW_COUNT:
+        how = FEW_BY_FEW if rows <= FEW_ROWS else IN_PANELS
+    row_cuts = _row_cuts(rows, handle, parts)
+    part_rows = -(-rows // row_cuts)
+    blocks, outputs = -(-handle.stored_inputs // BLOCK), -(-handle.stored_outputs // BLOCK)
+    if how == IN_PANELS:
+        pass_rows = min(part_rows, MOST_ROWS, max(16, MOST_PREPARED_BYTES // (blocks * ROW_BYTES)))
+        sums = 3 if handle.stored_inputs >= product.LONG_INPUTS else 1
+        part_floats = pass_rows * (blocks + sums) * BLOCK + product.PANELS_FLOATS + BLOCK
+    else:
+        pass_rows = 1 if how == ROW_BY_ROW else min(part_rows, FEW_ROWS)
+        part_floats = (pass_rows * (blocks + 3 * outputs) + 1) * BLOCK + product.TILES_FLOATS
+    return np.array([how, row_cuts, pass_rows, part_floats], np.int64)
 
 
 def _row_cuts(rows: int, handle: LinearHandle, parts: int) -> int:
@@ -214,10 +225,7 @@ def _handle(
         record[product.BIAS] = arrays[-1].ctypes.data
     nbytes = sum(array.nbytes for array in arrays)
     product.common_fields(record)
-    row_plan = _ONE_ROW.copy()
-    blocks, outputs = -(-shape[0] * TILE // BLOCK), -(-shape[1] * TILE // BLOCK)
-    row_plan[PART_FLOATS] = (blocks + 3 * outputs + 1) * BLOCK
-    return LinearHandle(weights.in_features, weights.out_features, nbytes, record, row_plan, tuple(arrays))
+    return LinearHandle(weights.in_features, weights.out_features, nbytes, record, tuple(arrays))
 
 
 def _padded_bias(weights: Linear, columns: int) -> np.ndarray:
@@ -245,21 +253,27 @@ def _check(weights: Exl3Linear, what: str, array: np.ndarray, dtype: type, shape
 
 
 @inlined
-def _row_by_row(x, first_row, last_row, layer, first_column, last_column, y, scratch):
-    """Stored columns [first_column, last_column) of rows [first_row, last_row) of y, one row after another."""
+def _few_by_few(x, first_row, last_row, layer, first_column, last_column, y, most, scratch):
+    """Stored columns [first_column, last_column) of rows [first_row, last_row) of y, at most `most` rows at a time."""
     inputs, outputs = field(layer, INPUTS), field(layer, OUTPUTS)
     columns = last_column - first_column
     padded = (columns + BLOCK - 1) // BLOCK * BLOCK
-    spare = scratch + input_blocks(layer) * ROW_BYTES
+    spare = scratch + most * input_blocks(layer) * ROW_BYTES
     sums = spare + ROW_BYTES
-    totals = sums + 4 * padded
-    for row in range(first_row, last_row):
-        prepare_row(x + 4 * row * inputs, layer, scratch, ROW_BYTES, spare)
-        chains_of_row(layer, first_column, columns, scratch, sums, totals)
+    totals = sums + 4 * most * padded
+    tiles_room = totals + 8 * most * padded
+    for start in range(first_row, last_row, most):
+        rows = min(most, last_row - start)
+        for row in range(rows):
+            source = x + 4 * (start + row) * inputs
+            prepare_row(source, layer, scratch + row * ROW_BYTES, rows * ROW_BYTES, spare)
+        chains_of_few(layer, first_column, columns, rows, scratch, sums, totals, tiles_room)
         for column in range(first_column, last_column, BLOCK):
             count = real_columns(layer, column, last_column)
-            out = y + 4 * (row * outputs + column)
-            finish_row(sums + 4 * (column - first_column), layer, column, count, out, spare)
+            block_sums = sums + 4 * rows * (column - first_column)
+            for row in range(rows):
+                out = y + 4 * ((start + row) * outputs + column)
+                finish_row(block_sums + row * ROW_BYTES, layer, column, count, out, spare)
 
 
 @inlined
@@ -299,10 +313,10 @@ def _linear_part(rows, x, y, layer, plan, scratch, part, parts):
     if first_row == last_row or first_column >= last_column:
         return
     room = scratch + 4 * part * field(plan, PART_FLOATS)
-    if field(plan, HOW) == ROW_BY_ROW:
-        _row_by_row(x, first_row, last_row, layer, first_column, last_column, y, room)
-    else:
+    if field(plan, HOW) == IN_PANELS:
         _in_panels(x, first_row, last_row, layer, first_column, last_column, y, field(plan, PASS_ROWS), room)
+    else:
+        _few_by_few(x, first_row, last_row, layer, first_column, last_column, y, field(plan, PASS_ROWS), room)
 
 
 _PHASES = np.array([place_of(_linear_part)], np.int64)

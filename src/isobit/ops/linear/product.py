@@ -1,7 +1,8 @@
 """Rows times a stored weight matrix: the two ways a linear layer is computed, with equal bytes.
 
-*Row by row*: tiles are decoded in registers and go straight into one row's chains. *In panels*: tile columns are
-decoded to float32 for 128 inputs, then multiplied with all rows in pairs of columns, a group of rows at a time.
+*Few rows*: tiles are read in the order they lie in; one row's chains take them from registers, a few rows' as soon as
+they are decoded. *In panels*: tile columns are decoded to float32 for 128 inputs, then multiplied with all rows in pairs
+of columns, a group of rows at a time.
 
 Kernels know a layer by the address of its record, int64 fields of which some are addresses in turn.
 """
@@ -32,16 +33,19 @@ ROTATE_INPUT = 13
 ROTATE_OUTPUT = 14
 CLOSE_SHARD = 15
 PREPARE_BLOCKS = 16
-CHAINS_OF_ROW = 17
+CHAINS_OF_FEW = 17
 CHAINS_OF_ROWS = 18
 FINISH_ROW = 19
-FIELDS = 20
+MULTIPLY_FEW = 20
+FIELDS = 21
 
 TILE = 16
 BLOCK_TILES = BLOCK // TILE
 PAIR_COLUMNS = 2 * TILE
+TILES_FLOATS = BLOCK_TILES * TILE * TILE  # tiles decoded at a time for few rows
 PANELS_FLOATS = BLOCK * BLOCK  # panels of one block of outputs for one block of inputs
 NEAR_ROWS = 48  # rows of which a block of inputs stays in the nearest cache beside a pair of panels
+NEAR_SUMS = 32  # blocks of 128 sums that stay in the nearest cache while few rows go through a row of tiles
 LONG_INPUTS = 4096
 LONG_SHARDS = 4
 
@@ -126,29 +130,50 @@ def close_step(shard, shards):
 
 
 @inlined
-def chains_of_row(layer, column, columns, prepared, sums, totals):
-    """Chains of `columns` outputs (a multiple of 16) from `column` for one prepared row, its blocks end to end.
+def chains_of_few(layer, column, columns, rows, prepared, sums, totals, tiles_room):
+    """Chains of `columns` outputs (a multiple of 16) from `column` for at most FEW_ROWS prepared rows.
 
-    sums: float32 [columns up to whole blocks], the result. totals: float64 of that size, if there are shards.
+    prepared: [blocks of inputs, rows, 128]. sums: float32 [blocks of outputs, rows, 128], the result. totals: float64
+    of that size, if there are shards. tiles_room: for more than one row, room for BLOCK_TILES decoded tiles.
     """
-    call(field(layer, CHAINS_OF_ROW), (layer, column, columns, prepared, sums, totals))
+    call(field(layer, CHAINS_OF_FEW), (layer, column, columns, rows, prepared, sums, totals, tiles_room))
 
 
-@cfunc(types.void(*[types.int64] * 6), cache=True)
-def _chains_of_row(layer, column, columns, prepared, sums, totals):
+@inlined
+def _carry_few(layer, tiles, row_stride, first, last, begin, end, rows, prepared, sums, tiles_room):
+    """Carry chains over the tiles of rows first to last - 1 and columns begin (of a whole block) to end - 1."""
+    tile_bytes = field(layer, TILE_BYTES)
+    decode, multiply = field(layer, DECODE), field(layer, MULTIPLY_FEW)
+    for tile_row in range(first, last):
+        x = prepared + tile_row // BLOCK_TILES * rows * ROW_BYTES + tile_row % BLOCK_TILES * 4 * TILE
+        for tile in range(begin, end, BLOCK_TILES):
+            count = min(BLOCK_TILES, end - tile)
+            source = tiles + tile_row * row_stride + tile * tile_bytes
+            call(decode, (source, row_stride, 1, count, tiles_room, blocks.TILE_FLOAT_BYTES))
+            call(multiply, (rows, x, tiles_room, count, sums + tile // BLOCK_TILES * rows * ROW_BYTES))
+
+
+@cfunc(types.void(*[types.int64] * 8), cache=True)
+def _chains_of_few(layer, column, columns, rows, prepared, sums, totals, tiles_room):
     shards, all_blocks = k_shards(layer), input_blocks(layer)
     tile_bytes = field(layer, TILE_BYTES)
     row_stride = field(layer, TILE_COLUMNS) * tile_bytes
     tiles = field(layer, TILES) + column // TILE * tile_bytes
-    column_blocks = (columns + BLOCK - 1) // BLOCK
+    column_tiles, column_blocks = columns // TILE, (columns + BLOCK - 1) // BLOCK
     for shard in range(shards):
         first = shard * all_blocks // shards * BLOCK_TILES
         last = min((shard + 1) * all_blocks // shards * BLOCK_TILES, field(layer, TILE_ROWS))
-        zero_floats(sums, column_blocks * BLOCK)
-        arguments = (tiles + first * row_stride, row_stride, last - first, columns // TILE)
-        call(field(layer, MULTIPLY_ROW), (*arguments, prepared + 4 * TILE * first, sums))
+        zero_floats(sums, rows * column_blocks * BLOCK)
+        if rows == 1:
+            arguments = (tiles + first * row_stride, row_stride, last - first, column_tiles)
+            call(field(layer, MULTIPLY_ROW), (*arguments, prepared + 4 * TILE * first, sums))
+        else:
+            near_tiles = NEAR_SUMS // rows * BLOCK_TILES
+            for begin in range(0, column_tiles, near_tiles):
+                end = min(begin + near_tiles, column_tiles)
+                _carry_few(layer, tiles, row_stride, first, last, begin, end, rows, prepared, sums, tiles_room)
         if shards > 1:
-            call(field(layer, CLOSE_SHARD), (column_blocks, sums, totals, close_step(shard, shards)))
+            call(field(layer, CLOSE_SHARD), (rows * column_blocks, sums, totals, close_step(shard, shards)))
 
 
 @inlined
@@ -203,6 +228,7 @@ def common_fields(record: np.ndarray) -> None:
     record[ROTATE_OUTPUT] = place_of(blocks.rotate_output)
     record[CLOSE_SHARD] = place_of(blocks.close_shard)
     record[PREPARE_BLOCKS] = place_of(_prepare_blocks)
-    record[CHAINS_OF_ROW] = place_of(_chains_of_row)
+    record[CHAINS_OF_FEW] = place_of(_chains_of_few)
     record[CHAINS_OF_ROWS] = place_of(_chains_of_rows)
     record[FINISH_ROW] = place_of(_finish_row)
+    record[MULTIPLY_FEW] = place_of(blocks.multiply_few)
