@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from isobit.contract.report import Check, OpReport, Report
 
-DEVICES = ("cpu",)
+DEVICES = ("cpu", "cuda")
 
 Filter = Annotated[
     str,
@@ -30,13 +30,16 @@ def contract(filter: Filter = "", full: Full = False, json: Json = False, device
     Each gate is also shown defects that it must catch. Exit code 1 if a gate is red or misses a defect.
     """
     from isobit.contract.run import FULL, NORMAL, run_contract
+    from isobit.engine.placement import chosen_device
     from isobit.ops.contract import registered
 
     if device not in DEVICES:
         raise IsobitError(f"--device is {device}: expected one of {', '.join(DEVICES)}")
-    chosen = _matching(filter, list(registered()))
+    chosen_device(device)
+    names = list(registered(device))
+    chosen = _matching(filter, names)
     if not chosen:
-        raise IsobitError(f"--filter {filter} matches no op: expected part of one of {', '.join(registered())}")
+        raise IsobitError(f"--filter {filter} matches no op: expected part of one of {', '.join(names)}")
     with _Progress() as progress:
         report = run_contract(FULL if full else NORMAL, device, chosen.__contains__, progress)
     if json:

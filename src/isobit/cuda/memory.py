@@ -83,20 +83,19 @@ def zeros(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Ten
 
 
 def set_allocator(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Replace where `empty` gets arrays; returns the previous. For the contract's hygiene gate only."""
+    """Replace where `empty` and `to_device` get arrays; returns the previous. For the contract's hygiene gate only."""
     global _allocate
     previous, _allocate = _allocate, allocate
     return previous
 
 
-def plain_allocator(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """What `empty` does when nothing has replaced it."""
-    return _allocated(shape, dtype)
-
-
 def to_device(array: Any) -> torch.Tensor:
     """A copy on the device of a NumPy array or tensor, without waiting for it."""
     tensor = array if isinstance(array, torch.Tensor) else torch.from_numpy(_writable(array))
+    if _allocate is not _allocated:
+        copy = empty(tensor.shape, tensor.dtype)
+        copy.copy_(tensor)
+        return copy
     if _emulated:
         return tensor.clone().contiguous()
     tensor = tensor.contiguous()

@@ -1,6 +1,6 @@
 """What the CUDA contracts of the ops share: rows and state pools on the device and back."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -10,9 +10,25 @@ from isobit.ops.cases import given
 from isobit.ops.contract import Case, Outputs
 
 
+def _unwatched(tensor: Any) -> None:
+    pass
+
+
+_watch: Callable[[Any], None] = _unwatched
+
+
 def on_device(array: np.ndarray) -> Any:
     """An input of a call, on the device. The contract may lend it, and then looks whether it was changed."""
-    return memory.to_device(given(array))
+    tensor = memory.to_device(given(array))
+    _watch(tensor)
+    return tensor
+
+
+def set_watch(watch: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Replace what sees the inputs on the device; returns the previous. For the contract's hygiene gate only."""
+    global _watch
+    previous, _watch = _watch, watch
+    return previous
 
 
 def to_host(outputs: dict[str, Any]) -> Outputs:
