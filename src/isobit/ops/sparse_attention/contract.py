@@ -258,8 +258,8 @@ class AttentionSelect:
     """Scores and chosen blocks over given pooled keys, some of them of blocks that rows have yet to finish."""
 
     name = "attention_select"
-    implementations = tuple(SELECTS)
-    row_edges = (TOGETHER, MANY_ROWS)
+    implementations: tuple[str, ...] = tuple(SELECTS)
+    row_edges: tuple[int, ...] = (TOGETHER, MANY_ROWS)
 
     def cases(self, rng: np.random.Generator, full: bool) -> Iterator[Case]:
         for number, shape in enumerate(shapes(full)):
@@ -350,11 +350,33 @@ def is_certain(scores: np.ndarray, errors: np.ndarray, kept: int) -> bool:
     return (scores - errors)[chosen].min() >= (scores + errors)[others].max()
 
 
+def read_row(
+    case: Case, q_gate: np.ndarray, position: int, keys: np.ndarray, values: np.ndarray, key_errors: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """(output, its error limit), float64 [heads * hd], of one row that reads these keys [n, kv_heads, hd]."""
+    shape = case.inputs["shape"]
+    q, gate = np.split(q_gate.reshape(shape.heads, 2 * shape.head_dim), 2, axis=-1)
+    queries = rotated(case, q.reshape(1, -1), case.inputs["norms"][0], np.array([position]))[0]
+    weights, out = reference.attend(queries, keys, values)
+    score_errors = reference.by_key_head(np.abs(queries), key_errors.transpose(1, 2, 0))
+    roundings = product_roundings(shape.head_dim) * lengths(queries)[:, None]
+    score_errors += reference.by_key_head(roundings, lengths(keys).T[:, None])
+    below_max = np.log(weights.max(axis=1, keepdims=True) / np.maximum(weights, 1e-300))
+    relative = score_errors / np.sqrt(shape.head_dim) + (below_max + 300 + 4 * len(keys) / 256) * UNIT
+    relative = np.expm1(np.minimum(1.1 * relative, 500))
+    error = reference.by_key_head(weights * relative, np.abs(values).transpose(1, 0, 2))
+    error += np.abs(out) * np.sum(weights * relative, axis=1, keepdims=True)
+    opened = reference.sigmoid(gate)
+    limit = error * opened + np.abs(out * opened) * 8 * UNIT + SMALLEST * len(keys) * (1 + np.abs(values).max())
+    return (out * opened).ravel(), limit.ravel()
+
+
 class AttentionRead:
     """Reading given keys and values by given selections."""
 
     name = "attention_read"
     implementations: tuple[str, ...] = ("cpu",)
+    read_row = staticmethod(read_row)
 
     def cases(self, rng: np.random.Generator, full: bool) -> Iterator[Case]:
         for number, shape in enumerate(shapes(full)):
@@ -411,36 +433,16 @@ class AttentionRead:
             for row, position in enumerate(positions_of(case, stream)):
                 read = reference.read_positions(position, self._chosen(case, stream, row), shape.block)
                 keys, values = (case.inputs[name][stream][read].astype(np.float64) for name in ("keys", "values"))
-                yield read_row(case, q_gate[row], position, keys, values, np.zeros(keys.shape))
-
-
-def read_row(
-    case: Case, q_gate: np.ndarray, position: int, keys: np.ndarray, values: np.ndarray, key_errors: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """(output, its error limit), float64 [heads * hd], of one row that reads these keys [n, kv_heads, hd]."""
-    shape = case.inputs["shape"]
-    q, gate = np.split(q_gate.reshape(shape.heads, 2 * shape.head_dim), 2, axis=-1)
-    queries = rotated(case, q.reshape(1, -1), case.inputs["norms"][0], np.array([position]))[0]
-    weights, out = reference.attend(queries, keys, values)
-    score_errors = reference.by_key_head(np.abs(queries), key_errors.transpose(1, 2, 0))
-    roundings = product_roundings(shape.head_dim) * lengths(queries)[:, None]
-    score_errors += reference.by_key_head(roundings, lengths(keys).T[:, None])
-    below_max = np.log(weights.max(axis=1, keepdims=True) / np.maximum(weights, 1e-300))
-    relative = score_errors / np.sqrt(shape.head_dim) + (below_max + 300 + 4 * len(keys) / 256) * UNIT
-    relative = np.expm1(np.minimum(1.1 * relative, 500))
-    error = reference.by_key_head(weights * relative, np.abs(values).transpose(1, 0, 2))
-    error += np.abs(out) * np.sum(weights * relative, axis=1, keepdims=True)
-    opened = reference.sigmoid(gate)
-    limit = error * opened + np.abs(out * opened) * 8 * UNIT + SMALLEST * len(keys) * (1 + np.abs(values).max())
-    return (out * opened).ravel(), limit.ravel()
+                yield self.read_row(case, q_gate[row], position, keys, values, np.zeros(keys.shape))
 
 
 class SparseAttention:
     """Write, select and read in a row, as a layer does; the streams' caches are all that a later call sees."""
 
     name = "sparse_attention"
-    implementations = tuple(SELECTS)
-    row_edges = (TOGETHER, MANY_ROWS)
+    implementations: tuple[str, ...] = tuple(SELECTS)
+    row_edges: tuple[int, ...] = (TOGETHER, MANY_ROWS)
+    read_row = staticmethod(read_row)
 
     def cases(self, rng: np.random.Generator, full: bool) -> Iterator[Case]:
         for number, shape in enumerate(shapes(full)):
@@ -503,7 +505,7 @@ class SparseAttention:
             scores = reference.block_scores(queries[row], pooled[:finished])
             errors = score_limits(queries[row], pooled[:finished], pooled_errors[:finished])
             read = reference.read_positions(position, reference.best_blocks(scores, shape.kept), shape.block)
-            y, limit = read_row(
+            y, limit = self.read_row(
                 case, inputs["q_gate"][stream][row], position, keys[read], values[read], key_errors[read]
             )
             yield y, limit if is_certain(scores, errors, shape.kept) else np.full(y.shape, np.inf)

@@ -1,0 +1,217 @@
+// Attending of one row's query heads of one key-value head over parts of its list of keys (docs/arithmetic.md, *On
+// CUDA*). 128 threads, a group, share a row. Macros: HEADS, KV_HEADS, HEAD_DIM, BLOCK, KEPT, ROTARY.
+#pragma once
+#include "ops/sparse_attention/normed_rows.cuh"
+
+constexpr int PART_KEYS = 128;
+constexpr int STAGE_KEYS = 32;                            // keys, or values, that are loaded at a time
+constexpr int GROUP_WARPS = 4;
+constexpr int GROUP_THREADS = GROUP_WARPS * WARP;
+constexpr int TILE_HEADS = 16;                            // query heads of one product
+constexpr int SHARING_HEADS = HEADS / KV_HEADS;           // query heads of one key-value head
+constexpr int HEAD_TILES = whole(SHARING_HEADS, TILE_HEADS);
+constexpr int UNITS = KV_HEADS * HEAD_TILES;              // pieces of a row's heads
+constexpr int DIM = whole(HEAD_DIM, 16 * GROUP_WARPS) * 16 * GROUP_WARPS;
+constexpr int DIM_STEP = DIM + 8;                         // halves of a row, so that eight rows lie in all banks
+constexpr int WEIGHT_STEP = 2 * PART_KEYS + 8;
+constexpr int SCORE_STEP = WEIGHT_STEP / 2;
+constexpr int WARP_DIMS = DIM / GROUP_WARPS;              // dims of the values that a warp sums
+constexpr int SUM_TILES = WARP_DIMS / 8;
+constexpr int PIECES = HEAD_DIM / 8;                      // 16 bytes each
+constexpr float WEIGHT_SCALE = 32768.0f;                  // weights as halves are scaled up: little is subnormal
+
+struct Row {
+    int position, listed;  // keys of the list: the selected blocks' and the unfinished block's
+    int kv_head, first_head, heads;
+};
+
+struct alignas(16) Scratch {
+    half_bits queries[TILE_HEADS][DIM_STEP];
+    union {
+        float scores[TILE_HEADS][SCORE_STEP];
+        half_bits weights[TILE_HEADS][WEIGHT_STEP];  // the upper halves of PART_KEYS weights, then the lower
+    };
+    float highest[TILE_HEADS], total[TILE_HEADS];
+};
+using Stage = half_bits[STAGE_KEYS][DIM_STEP];
+
+DEVICE Row row_of(int row, int unit, const int* positions, const int* counts) {
+    Row own;
+    own.position = positions[row];
+    own.listed = counts[row] * BLOCK + (own.position + 1) % BLOCK;
+    own.kv_head = unit / HEAD_TILES;
+    const int first = unit % HEAD_TILES * TILE_HEADS;
+    own.first_head = own.kv_head * SHARING_HEADS + first;
+    own.heads = smaller(TILE_HEADS, SHARING_HEADS - first);
+    return own;
+}
+
+// places[i] = the pool row at which entry first_entry + i of the row's list begins: its blocks, then the unfinished one.
+DEVICE void find_places(
+    const Row& row, const int* blocks, const int* pages, int first_entry, int entries, int* places, int thread
+) {
+    const int selected = row.listed / BLOCK, all = whole(row.listed, BLOCK);
+    for (int i = thread; i < smaller(entries, all - first_entry); i += GROUP_THREADS) {
+        const int entry = first_entry + i;
+        const int block = entry < selected ? blocks[entry] : (row.position + 1) / BLOCK;
+        places[i] = pool_row(pages, block * BLOCK);
+    }
+}
+
+#ifdef EMULATED
+DEVICE void copy_row_piece(void* shared, const void* global) { copy_async_16(shared, global); }
+#else
+// Through L1: rows that lie next to each other read many of the same keys.
+DEVICE void copy_row_piece(void* shared, const void* global) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 16;" :: "r"(shared_address(shared)), "l"(global) : "memory");
+}
+#endif
+
+// The keys (or values) first .. first + STAGE_KEYS - 1 of the list; zeros past its end. places: from entry 0 on.
+DEVICE void load_stage(
+    Stage& stage, const half_bits* pool, const Row& row, const int* places, int first, int listed, int thread
+) {
+    const half_bits* head = pool + row.kv_head * HEAD_DIM;
+    if constexpr (HEAD_DIM % 8 == 0) {
+#pragma unroll 8
+        for (int i = thread; i < STAGE_KEYS * PIECES; i += GROUP_THREADS) {
+            const int key = i / PIECES, rank = first + key;
+            half_bits* target = &stage[key][i % PIECES * 8];
+            if (rank < listed) {
+                const int64 place = places[rank / BLOCK] + rank % BLOCK;
+                copy_row_piece(target, head + place * (KV_HEADS * HEAD_DIM) + i % PIECES * 8);
+            } else {
+                *reinterpret_cast<uint4*>(target) = make_uint4(0, 0, 0, 0);
+            }
+        }
+    } else {
+        for (int i = thread; i < STAGE_KEYS * HEAD_DIM; i += GROUP_THREADS) {
+            const int key = i / HEAD_DIM, rank = first + key;
+            const int64 place = rank < listed ? places[rank / BLOCK] + rank % BLOCK : 0;
+            stage[key][i % HEAD_DIM] = rank < listed ? head[place * (KV_HEADS * HEAD_DIM) + i % HEAD_DIM] : 0;
+        }
+    }
+}
+
+// Zeros past HEAD_DIM in rows of DIM_STEP halves.
+DEVICE void clear_padding(half_bits* rows, int count, int thread) {
+    if constexpr (DIM > HEAD_DIM)
+        for (int i = thread; i < count * (DIM - HEAD_DIM); i += GROUP_THREADS)
+            rows[i / (DIM - HEAD_DIM) * DIM_STEP + HEAD_DIM + i % (DIM - HEAD_DIM)] = 0;
+}
+
+// The row's queries, normed and rotated in float32, as halves; zeros for absent heads. q: [HEADS][2][HEAD_DIM].
+// work: HEAD_DIM floats a warp.
+DEVICE void prepare_queries(
+    Scratch& scratch, float* work, const Row& row, const float* q, const float* weight, float eps, const float* cosines,
+    const float* sines, int thread
+) {
+    const int warp = thread / WARP, lane = lane_of_warp();
+    const int64 angle = static_cast<int64>(row.position) * (ROTARY / 2);
+    for (int head = warp; head < TILE_HEADS; head += GROUP_WARPS) {
+        const bool present = head < row.heads;
+        if (present)
+            norm_and_rotate<HEAD_DIM, ROTARY>(
+                q + static_cast<int64>(row.first_head + head) * 2 * HEAD_DIM, weight, eps, cosines + angle,
+                sines + angle, work + warp * HEAD_DIM
+            );
+        for (int i = lane; i < DIM; i += WARP)
+            scratch.queries[head][i] = present && i < HEAD_DIM ? half_of(work[warp * HEAD_DIM + i]) : 0;
+        __syncwarp();
+    }
+}
+
+// The scores of a stage's keys: chunk i of the part; a warp takes eight keys.
+DEVICE void score_stage(Scratch& scratch, const Stage& stage, int chunk, float scale, int thread) {
+    const int warp = thread / WARP, lane = lane_of_warp();
+    float sums[4] = {};
+#pragma unroll 4
+    for (int dim = 0; dim < DIM; dim += 32) {
+        unsigned query[4], key[4];
+        load_matrix_x4(key, &stage[warp * 8 + lane % 8][dim + lane / 8 * 8]);
+        load_matrix_x4(query, &scratch.queries[lane % 16][dim + lane / 16 * 8]);
+        mma_16x8x16(sums, query, key);
+        load_matrix_x4(query, &scratch.queries[lane % 16][dim + 16 + lane / 16 * 8]);
+        mma_16x8x16(sums, query, key + 2);
+    }
+    const int head = lane / 4, key = chunk * STAGE_KEYS + warp * 8 + lane % 4 * 2;
+    *reinterpret_cast<float2*>(&scratch.scores[head][key]) = make_float2(sums[0] * scale, sums[1] * scale);
+    *reinterpret_cast<float2*>(&scratch.scores[head + 8][key]) = make_float2(sums[2] * scale, sums[3] * scale);
+}
+
+DEVICE float highest_of_lanes(float value) {
+#pragma unroll
+    for (int mask = 16; mask > 0; mask >>= 1) {
+        const float other = shuffle_xor(value, mask);
+        value = other > value ? other : value;
+    }
+    return value;
+}
+
+// A head's scores of the part's first `count` keys become weights, as two halves each; the head's highest and total.
+DEVICE void weigh(Scratch& scratch, int head, int count) {
+    constexpr int HELD = PART_KEYS / WARP;
+    const int lane = lane_of_warp();
+    float held[HELD], highest = 0.0f, total = 0.0f;
+#pragma unroll
+    for (int t = 0; t < HELD; t++) {
+        const int key = lane + t * WARP;
+        held[t] = scratch.scores[head][key < count ? key : 0];
+        highest = t == 0 || held[t] > highest ? held[t] : highest;
+    }
+    highest = highest_of_lanes(highest);
+    __syncwarp();
+#pragma unroll
+    for (int t = 0; t < HELD; t++) {
+        held[t] = lane + t * WARP < count ? exp32(held[t] - highest) : 0.0f;
+        total += held[t];
+    }
+    total = lane_sum(total);
+#pragma unroll
+    for (int t = 0; t < HELD; t++) {
+        const float weight = held[t] * WEIGHT_SCALE;
+        const half_bits upper = half_of(weight);
+        scratch.weights[head][lane + t * WARP] = upper;
+        scratch.weights[head][PART_KEYS + lane + t * WARP] = half_of(weight - float_of_half(upper));
+    }
+    if (lane == 0) {
+        scratch.highest[head] = highest;
+        scratch.total[head] = total;
+    }
+}
+
+// sums += the part's weights of a stage's `count` values times these; a warp sums WARP_DIMS dims of all heads.
+DEVICE void add_stage(
+    float (&sums)[SUM_TILES][4], const Scratch& scratch, const Stage& stage, int chunk, int count, int thread
+) {
+    const int first_dim = thread / WARP * WARP_DIMS, lane = lane_of_warp();
+#pragma unroll
+    for (int first = 0; first < STAGE_KEYS; first += 16) {
+        if (first >= count) break;
+        const half_bits* weights = &scratch.weights[lane % 16][chunk * STAGE_KEYS + first + lane / 16 * 8];
+        unsigned upper[4], lower[4];
+        load_matrix_x4(upper, weights);
+        load_matrix_x4(lower, weights + PART_KEYS);
+#pragma unroll
+        for (int tile = 0; tile < SUM_TILES; tile += 2) {
+            unsigned values[4];
+            load_matrix_x4_transposed(values, &stage[first + lane % 16][first_dim + tile * 8 + lane / 16 * 8]);
+            mma_16x8x16(sums[tile], upper, values);
+            mma_16x8x16(sums[tile + 1], upper, values + 2);
+            mma_16x8x16(sums[tile], lower, values);
+            mma_16x8x16(sums[tile + 1], lower, values + 2);
+        }
+    }
+}
+
+// A head's part joins the parts before it: what each side is multiplied by, so that both have the larger highest score.
+struct Merge { float highest, before, after; };
+DEVICE Merge merged(float before, float after) {
+    const float highest = before > after ? before : after;
+    return {highest, exp32(before - highest), exp32(after - highest)};
+}
+DEVICE float joined(const Merge& merge, float before, float after) {
+    return before * merge.before + after * merge.after;
+}
+
+DEVICE float gated(float sum, float total, float gate) { return sum * (1.0f / WEIGHT_SCALE) / total * sigmoid32(gate); }

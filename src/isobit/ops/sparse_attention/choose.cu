@@ -1,0 +1,152 @@
+// The best blocks of every row, ascending: a radix search for the threshold, then a stable compaction.
+// Macros: BLOCK, KEPT. Scores are never negative and never NaN, so that their bits are in their order.
+#include "ops/sparse_attention/normed_rows.cuh"
+
+constexpr int CACHED = 8192;  // scores of a row that are kept in shared memory
+constexpr int BINS = 2048;
+constexpr int GROUP_BINS = 64;
+constexpr int PASSES = 3;
+
+#ifdef EMULATED
+DEVICE void add_to(int* bin, int count) { *bin += count; }
+#else
+DEVICE void add_to(int* bin, int count) { atomicAdd(bin, count); }
+#endif
+
+struct Choice {
+    int bins[BINS];
+    int group_sums[BINS / GROUP_BINS];
+    int threshold, best;      // the threshold's upper bits so far; how many of the keys with these bits are chosen
+    int greater[WARP], equal[WARP];  // of each warp's range of blocks
+    float cached[CACHED];
+};
+
+DEVICE int sum_of_lanes(int value) {
+    for (int mask = 16; mask > 0; mask >>= 1) value += shuffle_xor(value, mask);
+    return value;
+}
+
+// The sum over this and the higher lanes.
+DEVICE int sum_from_lane(int value) {
+    for (int step = 1; step < WARP; step <<= 1) {
+        const int above = shuffle(value, lane_of_warp() + step);
+        if (lane_of_warp() + step < WARP) value += above;
+    }
+    return value;
+}
+
+// The highest lane at which the sum from the top reaches `best`.
+DEVICE int reaching_lane(int from_lane, int best) {
+    return WARP - 1 - leading_zeros(ballot(from_lane >= best));
+}
+
+// bins[d] += how many keys have digit d below the threshold's upper bits. Zeros, which are many, are added by ballot.
+DEVICE void count_digits(Choice& choice, const float* scores, int finished, int shift, int width) {
+    const unsigned upper = choice.threshold;
+    for (int base = 0; base < finished; base += blockDim.x) {
+        const int block = base + threadIdx.x;
+        const unsigned key = block < finished ? bits_of(scores[block]) : 0xffffffffu;
+        const unsigned zeros = ballot(key == 0);
+        if (zeros && upper == 0 && lane_of_warp() == 0) add_to(&choice.bins[0], popcount(zeros));
+        if (block < finished && key != 0 && key >> (shift + width) == upper)
+            add_to(&choice.bins[key >> shift & ((1 << width) - 1)], 1);
+    }
+}
+
+// By the first warp: the digit of the threshold, and how many keys with it are chosen.
+DEVICE void find_digit(Choice& choice, int width) {
+    const int lane = lane_of_warp(), best = choice.best;
+    const int own = choice.group_sums[lane], from_group = sum_from_lane(own);
+    const int group = reaching_lane(from_group, best);
+    const int left = best - (shuffle(from_group, group) - shuffle(own, group));
+    const int* bins = choice.bins + group * GROUP_BINS + 2 * lane;
+    const int low = bins[0], high = bins[1], from_pair = sum_from_lane(low + high);
+    const int pair = reaching_lane(from_pair, left);
+    if (lane == pair) {
+        const int within = left - (from_pair - low - high);
+        const bool upper = high >= within;
+        choice.threshold = choice.threshold << width | (group * GROUP_BINS + 2 * lane + upper);
+        choice.best = upper ? within : within - high;
+    }
+}
+
+// Sets `threshold` to the bits of the KEPT-th largest score, `best` to how many equal ones belong to the best.
+DEVICE void find_threshold(Choice& choice, const float* scores, int finished) {
+    if (threadIdx.x == 0) {
+        choice.threshold = 0;
+        choice.best = KEPT;
+    }
+    for (int pass = 0; pass < PASSES; pass++) {
+        const int width = pass == 0 ? 11 : 10, shift = 20 - 10 * pass;
+        for (int bin = threadIdx.x; bin < BINS; bin += blockDim.x) choice.bins[bin] = 0;
+        __syncthreads();
+        count_digits(choice, scores, finished, shift, width);
+        __syncthreads();
+        for (int group = warp_of_block(); group < BINS / GROUP_BINS; group += blockDim.x / WARP) {
+            const int* bins = choice.bins + group * GROUP_BINS + lane_of_warp();
+            const int sum = sum_of_lanes(bins[0] + bins[WARP]);
+            if (lane_of_warp() == 0) choice.group_sums[group] = sum;
+        }
+        __syncthreads();
+        if (warp_of_block() == 0) find_digit(choice, width);
+        __syncthreads();
+    }
+}
+
+// Writes the chosen of the KEPT blocks; each warp has a range of blocks, and knows what the ranges before it hold.
+DEVICE void write_chosen(Choice& choice, const float* scores, int finished, int* chosen) {
+    const int warp = warp_of_block(), warps = blockDim.x / WARP, lane = lane_of_warp();
+    const int range = whole(whole(finished, warps), WARP) * WARP;
+    const int first = smaller(warp * range, finished), last = smaller(first + range, finished);
+    const unsigned threshold = choice.threshold;
+    int greater = 0, equal = 0;
+    for (int base = first; base < last; base += WARP) {
+        const int block = base + lane;
+        const unsigned key = block < last ? bits_of(scores[block]) : 0u;
+        greater += popcount(ballot(block < last && key > threshold));
+        equal += popcount(ballot(block < last && key == threshold));
+    }
+    if (lane == 0) {
+        choice.greater[warp] = greater;
+        choice.equal[warp] = equal;
+    }
+    __syncthreads();
+    greater = equal = 0;
+    for (int before = 0; before < warp; before++) {
+        greater += choice.greater[before];
+        equal += choice.equal[before];
+    }
+    const unsigned lower_lanes = (1u << lane) - 1;
+    for (int base = first; base < last; base += WARP) {
+        const int block = base + lane;
+        const unsigned key = block < last ? bits_of(scores[block]) : 0u;
+        const unsigned above = ballot(block < last && key > threshold);
+        const unsigned same = ballot(block < last && key == threshold);
+        const int equal_before = equal + popcount(same & lower_lanes);
+        const int at = greater + popcount(above & lower_lanes) + smaller(equal_before, choice.best);
+        if (above >> lane & 1 || (same >> lane & 1 && equal_before < choice.best)) chosen[at] = block;
+        greater += popcount(above);
+        equal += popcount(same);
+    }
+}
+
+// One block of threads a row. scores: rows of `scores_step` floats; unread for rows that keep all they have finished.
+extern "C" __global__ void choose_blocks(
+    const float* scores, int scores_step, const int* positions, int* blocks, int* counts
+) {
+    __shared__ Choice choice;
+    const int row = blockIdx.x, finished = (positions[row] + 1) / BLOCK;
+    int* chosen = blocks + static_cast<int64>(row) * KEPT;
+    if (threadIdx.x == 0) counts[row] = smaller(finished, KEPT);
+    if (finished <= KEPT) {
+        for (int i = threadIdx.x; i < KEPT; i += blockDim.x) chosen[i] = i < finished ? i : -1;
+        return;
+    }
+    const float* own = scores + static_cast<int64>(row) * scores_step;
+    if (finished <= CACHED) {
+        for (int i = threadIdx.x; i < finished; i += blockDim.x) choice.cached[i] = own[i];
+        own = choice.cached;
+    }
+    find_threshold(choice, own, finished);
+    write_chosen(choice, own, finished, chosen);
+}

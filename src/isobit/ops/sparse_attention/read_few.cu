@@ -1,0 +1,109 @@
+// Reading for few rows: a block of threads for each part of a row's list, then one that merges them.
+// Macros: those of attend.cuh, and STAGES.
+#include "ops/sparse_attention/attend.cuh"
+
+constexpr int PART_ENTRIES = PART_KEYS / BLOCK;
+
+struct PartScratch {
+    Stage ring[STAGES];
+    Scratch group;
+    int places[PART_ENTRIES];
+};
+static_assert(sizeof(PartScratch) == SCRATCH_BYTES, "the launch gives another size");
+
+// blockIdx: (part, unit, row). Writes the part's unscaled sums [row][head][part][HEAD_DIM], and its highest score and
+// total, edges [row][head][part][2]; nothing for parts that the row has not. q_gate: rows of q_step floats.
+extern "C" __global__ void __launch_bounds__(GROUP_THREADS) read_parts(
+    const float* q_gate, int q_step, const float* weight, float eps, const float* cosines, const float* sines,
+    const int* segment_of_row, const int* positions, const int* pages, int pages_width, const int* blocks,
+    const int* counts, const half_bits* keys, const half_bits* values, float scale, float* sums_out, float* edges
+) {
+    DYNAMIC_SHARED(PartScratch, shared);
+    Scratch& group = shared->group;
+    const int part = blockIdx.x, row_index = blockIdx.z, thread = threadIdx.x, parts = gridDim.x;
+    const Row row = row_of(row_index, blockIdx.y, positions, counts);
+    const int first = part * PART_KEYS, count = smaller(PART_KEYS, row.listed - first);
+    if (count <= 0) return;
+    const int64 own_pages = static_cast<int64>(segment_of_row[row_index]) * pages_width;
+    find_places(
+        row, blocks + static_cast<int64>(row_index) * KEPT, pages + own_pages, part * PART_ENTRIES, PART_ENTRIES,
+        shared->places, thread
+    );
+    __syncthreads();
+    const int chunks = whole(count, STAGE_KEYS), steps = 2 * chunks;
+    auto load = [&](int step) {
+        if (step < steps) {
+            const bool is_value = step >= chunks;
+            const int chunk = is_value ? step - chunks : step;
+            load_stage(
+                shared->ring[step % STAGES], is_value ? values : keys, row, shared->places, chunk * STAGE_KEYS, count,
+                thread
+            );
+        }
+        copy_async_commit();
+    };
+    auto arrive = [&](int step) -> Stage& {
+        copy_async_wait<STAGES - 2>();
+        __syncthreads();
+        load(step + STAGES - 1);
+        return shared->ring[step % STAGES];
+    };
+    for (int step = 0; step < STAGES - 1; step++) load(step);
+    float* work = reinterpret_cast<float*>(&shared->ring[STAGES - 1]);
+    const float* q = q_gate + static_cast<int64>(row_index) * q_step;
+    prepare_queries(group, work, row, q, weight, eps, cosines, sines, thread);
+    if (DIM > HEAD_DIM) __syncthreads();
+    clear_padding(&shared->ring[0][0][0], STAGES * STAGE_KEYS, thread);
+
+    for (int chunk = 0; chunk < chunks; chunk++) score_stage(group, arrive(chunk), chunk, scale, thread);
+    __syncthreads();
+    for (int head = thread / WARP; head < row.heads; head += GROUP_WARPS) weigh(group, head, count);
+    float sums[SUM_TILES][4] = {};
+    for (int chunk = 0; chunk < chunks; chunk++)
+        add_stage(sums, group, arrive(chunks + chunk), chunk, count - chunk * STAGE_KEYS, thread);
+
+    const int64 first_record = (static_cast<int64>(row_index) * HEADS + row.first_head) * parts + part;
+    const int lane = lane_of_warp();
+#pragma unroll
+    for (int tile = 0; tile < SUM_TILES; tile++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const int head = lane / 4 + i / 2 * 8, dim = thread / WARP * WARP_DIMS + tile * 8 + lane % 4 * 2 + i % 2;
+            if (head < row.heads && dim < HEAD_DIM)
+                sums_out[(first_record + static_cast<int64>(head) * parts) * HEAD_DIM + dim] = sums[tile][i];
+        }
+    if (thread < row.heads) {
+        float* edge = edges + 2 * (first_record + static_cast<int64>(thread) * parts);
+        edge[0] = group.highest[thread];
+        edge[1] = group.total[thread];
+    }
+}
+
+// blockIdx: (head, row). The parts in order, the division and the gate: out [row][head][HEAD_DIM].
+extern "C" __global__ void merge_parts(
+    const float* sums, const float* edges, int parts, const float* q_gate, int q_step, const int* positions,
+    const int* counts, float* out
+) {
+    DYNAMIC_SHARED(Merge, merges);
+    const int head = blockIdx.x, row = blockIdx.y;
+    const int64 record = static_cast<int64>(row) * HEADS + head;
+    const int listed = counts[row] * BLOCK + (positions[row] + 1) % BLOCK, found = whole(listed, PART_KEYS);
+    const float* own = sums + record * parts * HEAD_DIM;
+    const float* edge = edges + 2 * record * parts;
+    for (int part = 1 + threadIdx.x; part < found; part += blockDim.x) {
+        float highest = edge[0];
+        for (int before = 1; before < part; before++) highest = highest > edge[2 * before] ? highest : edge[2 * before];
+        merges[part] = merged(highest, edge[2 * part]);
+    }
+    __syncthreads();
+    const float* gates = q_gate + static_cast<int64>(row) * q_step + (2 * head + 1) * HEAD_DIM;
+    for (int dim = threadIdx.x; dim < HEAD_DIM; dim += blockDim.x) {
+        float sum = own[dim], total = edge[1];
+#pragma unroll 4
+        for (int part = 1; part < found; part++) {
+            sum = joined(merges[part], sum, own[part * HEAD_DIM + dim]);
+            total = joined(merges[part], total, edge[2 * part + 1]);
+        }
+        out[record * HEAD_DIM + dim] = gated(sum, total, gates[dim]);
+    }
+}
