@@ -68,6 +68,63 @@ def synthesize(
     in all).
     Raises IsobitError for options that make no checkpoint, a folder that is in use, or too small a disk.
     """
+    layout, text_config = plan_layout(
+        preset,
+        layers=layers,
+        seed=seed,
+        codebook=codebook,
+        bits=bits,
+        head_bits=head_bits,
+        mtp_bits=mtp_bits,
+        ngram_bits=ngram_bits,
+        ngram_rows=ngram_rows,
+        ngram_shards=ngram_shards,
+        embedding_bits=embedding_bits,
+        biases=biases,
+        packed_signs=packed_signs,
+        plain=plain,
+        mtp=mtp,
+        predictable=predictable,
+        overrides=overrides,
+    )
+    files = _files(layout, file_bytes)
+    target = Path(folder).absolute()
+    _check_target(target, sum(tensor.nbytes for tensors in files.values() for tensor in tensors.values()))
+    partial = target.with_name(f".{target.name}.{secrets.token_hex(4)}.partial")
+    partial.mkdir()
+    try:
+        _write_texts(partial, text_config, _quantization(layout), files)
+        _write_tensors(partial, files, seed, progress or (lambda done, total: None))
+        if target.exists():
+            target.rmdir()
+        partial.rename(target)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return target
+
+
+def plan_layout(
+    preset: str,
+    *,
+    layers: int | None = None,
+    seed: int = 0,
+    codebook: str = "mul1",
+    bits: float | str | None = None,
+    head_bits: float | str | None = None,
+    mtp_bits: float | str | None = None,
+    ngram_bits: int | None = None,
+    ngram_rows: int | None = None,
+    ngram_shards: int = 1,
+    embedding_bits: int | None = None,
+    biases: bool = False,
+    packed_signs: bool = False,
+    plain: Sequence[str] | None = None,
+    mtp: bool = True,
+    predictable: bool = False,
+    overrides: Mapping[str, Any] | None = None,
+) -> tuple[Layout, dict[str, Any]]:
+    """The tensors and the text config of a checkpoint; options and errors as in `synthesize`."""
     chosen = _preset(preset)
     text_config = _text_config(chosen, layers, biases, mtp, ngram_rows, ngram_shards, overrides or {})
     default = (lambda width: width) if bits is None else (lambda width: bits)
@@ -92,21 +149,7 @@ def synthesize(
         plain=tuple(chosen.plain if plain is None else plain),
         predictable=predictable,
     )
-    files = _files(layout, file_bytes)
-    target = Path(folder).absolute()
-    _check_target(target, sum(tensor.nbytes for tensors in files.values() for tensor in tensors.values()))
-    partial = target.with_name(f".{target.name}.{secrets.token_hex(4)}.partial")
-    partial.mkdir()
-    try:
-        _write_texts(partial, text_config, _quantization(layout), files)
-        _write_tensors(partial, files, seed, progress or (lambda done, total: None))
-        if target.exists():
-            target.rmdir()
-        partial.rename(target)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-    return target
+    return layout, text_config
 
 
 def _preset(name: str) -> Preset:
