@@ -2,13 +2,11 @@
 
 from dataclasses import dataclass
 from dataclasses import field as field_of
-from typing import Any
 
 import numpy as np
 from numba import cfunc, types
 
 from isobit.checkpoint.weights import Exl3Linear, Linear, PlainLinear
-from isobit.errors import CheckpointError
 from isobit.ops import buffers, threads
 from isobit.ops.linear import product
 from isobit.ops.linear.blocks import BLOCK, FEW_ROWS, ROW_BYTES
@@ -28,7 +26,8 @@ from isobit.ops.linear.product import (
     prepare_row,
     real_columns,
 )
-from isobit.ops.linear.tiles import BFLOAT16, FLOAT16, FLOAT32, TileFormat, tile_format, trellis_format
+from isobit.ops.linear.stored import PREPARED_ROWS, check_plain, check_trellis, narrowed, narrowest_format, padded_bias
+from isobit.ops.linear.tiles import FLOAT32, TileFormat, tile_format, trellis_format
 from isobit.ops.work import pieces_are_forced
 
 __all__ = ["linear", "prepare_linear"]
@@ -36,7 +35,6 @@ __all__ = ["linear", "prepare_linear"]
 BY_ROW_COUNT, ROW_BY_ROW, IN_PANELS, FEW_BY_FEW = 0, 1, 2, 3  # how to compute; the first is what the model uses
 MOST_ROWS = 256  # that one thread prepares at a time; their sums and one block of their inputs fit its cache
 MOST_PREPARED_BYTES = 32 << 20
-PREPARED_ROWS = 1024  # of plain weights converted at a time; a multiple of 16
 SMALL_WORK = 1 << 22  # multiply-adds that are done before a second thread has begun
 DECODING = 8  # what decoding a tile costs, in rows multiplied with it
 
@@ -45,6 +43,7 @@ HOW = 0
 ROW_CUTS = 1
 PASS_ROWS = 2
 PART_FLOATS = 3
+
 
 @dataclass(frozen=True)
 class LinearHandle:
@@ -142,57 +141,17 @@ def _row_cuts(rows: int, handle: LinearHandle, parts: int) -> int:
 
 
 def _prepare_trellis(weights: Exl3Linear) -> LinearHandle:
-    k, n = weights.k, weights.n
-    _check(weights, "trellis", weights.trellis, np.int16, (k // TILE, n // TILE, int(16 * weights.bits)))
-    _check(weights, "suh", weights.suh, np.float16, (k,))
-    _check(weights, "svh", weights.svh, np.float16, (n,))
-    if k % BLOCK or n % BLOCK:
-        raise CheckpointError(f"{weights.name}: stored sizes {k} x {n}, expected multiples of {BLOCK}")
-    if not (0 < weights.in_features <= k and 0 < weights.out_features <= n):
-        raise CheckpointError(
-            f"{weights.name}: sizes {weights.in_features} x {weights.out_features} do not fit the stored {k} x {n}"
-        )
-    _check_finite(weights, "suh", weights.suh)
-    _check_finite(weights, "svh", weights.svh)
+    check_trellis(weights)
     stored = tile_format(trellis_format(weights.codebook, weights.bits))
     arrays = [np.ascontiguousarray(array) for array in (weights.trellis, weights.suh, weights.svh)]
-    return _handle(weights, stored, (k // TILE, n // TILE), arrays, BLOCK)
+    return _handle(weights, stored, (weights.k // TILE, weights.n // TILE), arrays, BLOCK)
 
 
 def _prepare_plain(weights: PlainLinear) -> LinearHandle:
-    if weights.weight.ndim != 2 or weights.weight.dtype != np.float32:
-        raise CheckpointError(
-            f"{weights.name}: weight is {weights.weight.dtype} {weights.weight.shape}, expected float32 [N, K]"
-        )
-    for first in range(0, len(weights.weight), PREPARED_ROWS):
-        _check_finite(weights, "weight", weights.weight[first : first + PREPARED_ROWS])
-    number = _narrowest_format(weights.weight)
+    check_plain(weights)
+    number = narrowest_format(weights.weight)
     tiles = _plain_tiles(weights.weight, number)
     return _handle(weights, tile_format(number), (tiles.shape[0], tiles.shape[1]), [tiles], product.PAIR_COLUMNS)
-
-
-def _narrowest_format(weight: np.ndarray) -> int:
-    """The format of fewest bytes that holds every weight exactly."""
-    formats = [FLOAT16, BFLOAT16]
-    for first in range(0, len(weight), PREPARED_ROWS):
-        bits = np.ascontiguousarray(weight[first : first + PREPARED_ROWS]).view(np.uint32)
-        formats = [number for number in formats if np.array_equal(_widened(_narrowed(bits, number), number), bits)]
-    return formats[0] if formats else FLOAT32
-
-
-def _narrowed(bits: np.ndarray, number: int) -> np.ndarray:
-    """float32 bits -> the nearest, or a smaller, value's bits in a format."""
-    if number == FLOAT16:
-        with np.errstate(over="ignore"):
-            return bits.view(np.float32).astype(np.float16).view(np.uint16)
-    return (bits >> 16).astype(np.uint16) if number == BFLOAT16 else bits
-
-
-def _widened(narrow: np.ndarray, number: int) -> np.ndarray:
-    """Inverse of `_narrowed` for a 16-bit format."""
-    if number == FLOAT16:
-        return narrow.view(np.float16).astype(np.float32).view(np.uint32)
-    return narrow.astype(np.uint32) << 16
 
 
 def _plain_tiles(weight: np.ndarray, number: int) -> np.ndarray:
@@ -201,7 +160,7 @@ def _plain_tiles(weight: np.ndarray, number: int) -> np.ndarray:
     tile_rows, tile_columns = -(-k // TILE), -(-n // TILE)
     tiles = np.empty((tile_rows, tile_columns, TILE, TILE), np.uint32 if number == FLOAT32 else np.uint16)
     for first in range(0, n, PREPARED_ROWS):
-        values = _narrowed(np.ascontiguousarray(weight[first : first + PREPARED_ROWS]).view(np.uint32), number)
+        values = narrowed(np.ascontiguousarray(weight[first : first + PREPARED_ROWS]).view(np.uint32), number)
         columns = -(-len(values) // TILE)
         padded = np.zeros((columns * TILE, tile_rows * TILE), values.dtype)
         padded[: len(values), :k] = values
@@ -221,35 +180,11 @@ def _handle(
     if len(arrays) > 1:
         record[product.INPUT_SCALES], record[product.OUTPUT_SCALES] = (array.ctypes.data for array in arrays[1:3])
     if weights.bias is not None:
-        arrays = [*arrays, _padded_bias(weights, shape[1] * TILE)]
+        arrays = [*arrays, padded_bias(weights, shape[1] * TILE)]
         record[product.BIAS] = arrays[-1].ctypes.data
     nbytes = sum(array.nbytes for array in arrays)
     product.common_fields(record)
     return LinearHandle(weights.in_features, weights.out_features, nbytes, record, tuple(arrays))
-
-
-def _padded_bias(weights: Linear, columns: int) -> np.ndarray:
-    bias: Any = weights.bias
-    if bias.ndim != 1 or not weights.out_features <= bias.size <= columns:
-        raise CheckpointError(f"{weights.name}: bias has shape {bias.shape}, expected [{weights.out_features}]")
-    _check_finite(weights, "bias", bias)
-    padded = np.zeros(columns, np.float32)
-    padded[: bias.size] = bias
-    return padded
-
-
-def _check_finite(weights: Linear, what: str, array: np.ndarray) -> None:
-    if not np.isfinite(array).all():
-        raise CheckpointError(
-            f"{weights.name}: {what} holds NaN or infinite values, expected finite ones; download the checkpoint again"
-        )
-
-
-def _check(weights: Exl3Linear, what: str, array: np.ndarray, dtype: type, shape: tuple[int, ...]) -> None:
-    if array.dtype != dtype or array.shape != shape:
-        raise CheckpointError(
-            f"{weights.name}: {what} is {array.dtype} {list(array.shape)}, expected {np.dtype(dtype)} {list(shape)}"
-        )
 
 
 @inlined
