@@ -6,11 +6,15 @@ from typing import Annotated
 
 import typer
 
+from isobit import settings
+from isobit.cli.common import DeviceOption
+
 
 def exact(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Checkpoint folder.")],
     minutes: Annotated[float, typer.Option(min=0, help="Go on with random cells for so long.")] = 2.0,
     context: Annotated[int | None, typer.Option(min=64, help="Rows of one request at most.")] = None,
+    device: DeviceOption = settings.DEVICE.default,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the requests and of the cells' choice.")] = 0,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object a cell.")] = False,
 ) -> None:
@@ -25,7 +29,7 @@ def exact(
     from isobit.exact.workload import Laboratory
 
     rng = np.random.default_rng(seed)
-    laboratory = Laboratory(folder, rng, context)
+    laboratory = Laboratory(folder, rng, context, device)
     count = different = 0
     try:
         for outcome in run_matrix(laboratory, rng, minutes):

@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from isobit import settings
+from isobit.cli.common import DeviceOption
 from isobit.errors import IsobitError
 
 NEEDED = ("torch", "transformers", "huggingface_hub")
@@ -21,23 +23,29 @@ def fidelity(
         Path | None, typer.Option(help="Take the tokens from this text file. Default: random ones.", show_default=False)
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the random tokens.", min=0)] = 0,
+    device: DeviceOption = settings.DEVICE.default,
     memory_gib: Annotated[
         float | None,
         typer.Option(help="The most memory to use, in GiB. Default: what is free.", min=0.0, show_default=False),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
 ) -> None:
-    """Compare a checkpoint's logits with transformers' own model, on the CPU in float32.
+    """Compare a checkpoint's logits with transformers' own model, which runs on the CPU in float32.
 
     Every position whose best token differs is traced to the near tie that explains it. Exit code 0 when all positions
     agree or are so explained, 1 otherwise. Needs the extra "fidelity": PyTorch and transformers.
     """
     from rich.console import Console
 
+    from isobit.engine.placement import chosen_device
+
     check, print_report = _imports()
+    computing = chosen_device(device)
     progress = Console(stderr=True, quiet=json)
     with progress.status("reading the checkpoint") as status:
-        report = check(folder, tokens, text, seed, memory_gib, say=lambda step: status.update(f"running {step}"))
+        report = check(
+            folder, tokens, text, seed, memory_gib, say=lambda step: status.update(f"running {step}"), device=computing
+        )
     if json:
         typer.echo(json_format.dumps(report.to_json()))
     else:

@@ -64,8 +64,8 @@ class HalfRightProposer:
 class Laboratory:
     """One checkpoint, loaded once, with engines that share its weights. `context`: rows of a request at most."""
 
-    def __init__(self, folder: str | Path, rng: np.random.Generator, context: int | None = None):
-        self.folder = folder
+    def __init__(self, folder: str | Path, rng: np.random.Generator, context: int | None = None, device: str = "auto"):
+        self.folder, self.device = folder, device
         self.rng = rng
         self.spill = tempfile.TemporaryDirectory(prefix="isobit-exact-")
         self.model: FlashNext | None = None
@@ -190,7 +190,12 @@ class Laboratory:
 
     def _open(self, context: int | None) -> Engine:
         settings = EngineSettings(
-            context=context, parallel=4, decode_share=32, prompt_cache_gib=CACHE_GIB, spill_dir=self.spill.name
+            context=context,
+            device=self.device,
+            parallel=4,
+            decode_share=32,
+            prompt_cache_gib=CACHE_GIB,
+            spill_dir=self.spill.name,
         )
         return Engine(self.folder, settings, rounds=WatchedRounds, model=self.model)
 

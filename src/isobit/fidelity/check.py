@@ -29,11 +29,12 @@ def check(
     seed: int = 0,
     memory_gib: float | None = None,
     say: Say = lambda step: None,
+    device: str = "cpu",
 ) -> Report:
     """Teacher-force the same tokens through isobit and the reference.
 
     tokens: how many (None: enough for 96 positions past the indexer's budget). text: a file to take them from; else
-    they are random, keyed by `seed`. Raises IsobitError when the checkpoint, the text or the memory does not allow it.
+    they are random, keyed by `seed`. device: isobit's; the reference runs on the CPU. Raises IsobitError when the checkpoint, the text or the memory does not allow it.
     """
     checkpoint = Checkpoint(folder)
     count = _count(checkpoint.config, tokens)
@@ -41,7 +42,7 @@ def check(
     reference = Reference(text_config(folder), table_gathers(checkpoint))
     _refuse_what_does_not_fit(folder, reference, checkpoint.config, len(ids), memory_gib)
     say("isobit")
-    mine = run_isobit(checkpoint, ids)
+    mine = run_isobit(checkpoint, ids, device)
     say("dequantizing for the reference")
     reference.load(parameters(checkpoint))
     return compare(mine, reference, checkpoint, ids, say)

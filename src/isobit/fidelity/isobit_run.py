@@ -17,9 +17,9 @@ from isobit.ops import load_ops
 SEGMENT_ROWS = 512
 
 
-def run_isobit(checkpoint: Checkpoint, tokens: np.ndarray) -> Run:
+def run_isobit(checkpoint: Checkpoint, tokens: np.ndarray, device: str = "cpu") -> Run:
     """Teacher-force the tokens, int [T], from the start of a stream."""
-    ops, taken = tapped(load_ops("cpu"))
+    ops, taken = tapped(load_ops(device))
     model = load_model(checkpoint, ops, len(tokens))
     state = model.new_state(slots=1, pages=pages_for(len(tokens)))
     stream = state.open()
@@ -32,7 +32,7 @@ def run_isobit(checkpoint: Checkpoint, tokens: np.ndarray) -> Run:
         boundaries.append([*taken[: cuts - 1], taken[-1]])  # between them, the MTP head reads
         taken.clear()
         for layer in range(checkpoint.config.num_hidden_layers):
-            _record(recording, layer, trace.layer(f"layers.{layer}"))
+            _record(ops, recording, layer, trace.layer(f"layers.{layer}"))
     return Run(np.concatenate(logits), recording, [np.concatenate(pieces) for pieces in zip(*boundaries, strict=True)])
 
 
@@ -65,12 +65,13 @@ def tapped(ops: Any) -> tuple[Any, list[np.ndarray]]:
     return SimpleNamespace(**{**vars(ops), **{tap.__name__: tap for tap in taps}}), taken
 
 
-def _record(recording: Recording, layer: int, trace: LayerTrace) -> None:
+def _record(ops: Any, recording: Recording, layer: int, trace: LayerTrace) -> None:
     router = recording.setdefault(("router", layer), LayerChoices())
-    for scores, ids in zip(trace.router_logits, trace.router_ids, strict=True):
+    for scores, ids in zip(ops.to_host(trace.router_logits), ops.to_host(trace.router_ids), strict=True):
         router.add(scores, ids)
     if trace.blocks is None:
         return
     blocks = recording.setdefault(("blocks", layer), LayerChoices())
-    for scores, ids, count in zip(trace.block_scores, trace.blocks, trace.block_counts, strict=True):
-        blocks.add(scores, ids[:count])
+    chosen, counts = ops.to_host(trace.blocks), ops.to_host(trace.block_counts)
+    for scores, ids, count in zip(trace.block_scores, chosen, counts, strict=True):
+        blocks.add(ops.to_host(scores), ids[:count])
