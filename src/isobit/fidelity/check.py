@@ -34,7 +34,8 @@ def check(
     """Teacher-force the same tokens through isobit and the reference.
 
     tokens: how many (None: enough for 96 positions past the indexer's budget). text: a file to take them from; else
-    they are random, keyed by `seed`. device: isobit's; the reference runs on the CPU. Raises IsobitError when the checkpoint, the text or the memory does not allow it.
+    they are random, keyed by `seed`. device: isobit's; the reference runs on the CPU. Raises IsobitError when the
+    checkpoint, the text or the memory does not allow it.
     """
     checkpoint = Checkpoint(folder)
     count = _count(checkpoint.config, tokens)
