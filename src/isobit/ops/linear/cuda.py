@@ -1,0 +1,234 @@
+"""The linear layer on CUDA: tensor cores for trellis and half weights, float32 chains for what half cannot hold."""
+
+import torch
+
+from isobit.checkpoint.weights import Linear
+from isobit.cuda import kernels, memory
+from isobit.ops.linear import cuda_layers, cuda_products
+from isobit.ops.linear.cuda_layers import (
+    BLOCK,
+    MOST_FEW_ROWS,
+    TILE,
+    FloatLayer,
+    HalfLayer,
+    LinearHandle,
+    TrellisLayer,
+    trellis_defines,
+)
+
+__all__ = ["linear", "prepare_linear"]
+
+BY_ROW_COUNT, FEW_ROWS, MANY_ROWS, OWN_PRODUCT = 0, 1, 2, 3  # how to compute; the first is what the model uses
+WARP = 32
+ALIGNED = 16  # bytes that a vector load takes
+ROW_WARPS = 8  # of a block that rotates rows
+ROW_THREADS = 256
+TURNS = 4  # warps that share a column of tiles
+MOST_WARPS = {1: 12, 2: 12, 4: 8, 8: 8}  # of a block, by its tiles of 8 rows
+STAGE_BYTES = 48 << 10  # that a warp of a plain layer stages ahead, at most
+MOST_STAGES = 12
+CHAIN_OUTPUTS, CHAIN_ROWS = 128, 8  # of a block of the fused chain
+
+
+def prepare_linear(weights: Linear) -> LinearHandle:
+    """A layer's handle, its weights on the device: tiles as stored, plain weights in the order the product reads.
+
+    Raises CheckpointError when the tensors of the layer do not fit each other.
+    """
+    return cuda_layers.prepare(weights)
+
+
+def linear(x: torch.Tensor, handle: LinearHandle, how: int = BY_ROW_COUNT) -> torch.Tensor:
+    """x float32 [R, in_features] -> float32 [R, out_features]. `how` is for the contract and changes no byte.
+
+    Up to 64 rows nothing depends on a value, so that the call can be captured in a graph.
+    """
+    if x.dtype != torch.float32 or not x.is_contiguous():
+        raise TypeError(f"linear: x is {x.dtype} with strides {x.stride()}, expected contiguous float32")
+    rows, width = x.shape
+    if width != handle.in_features:
+        raise ValueError(f"linear: x has {width} columns, expected {handle.in_features}")
+    y = memory.empty((rows, handle.out_features))
+    if not rows:
+        return y
+    if isinstance(handle, FloatLayer):
+        float_rows(x, handle, y)
+    elif how == FEW_ROWS or (how == BY_ROW_COUNT and rows <= MOST_FEW_ROWS):
+        (few_trellis_rows if isinstance(handle, TrellisLayer) else few_plain_rows)(x, handle, y)
+    else:
+        many_rows(x, handle, y, how == OWN_PRODUCT)
+    return y
+
+
+def few_trellis_rows(x: torch.Tensor, handle: TrellisLayer, y: torch.Tensor) -> None:
+    """y [R, out_features] of up to 64 rows: rotate, decode and multiply, rotate back."""
+    rows, width = x.shape
+    blocks, tile_columns = handle.input_blocks, handle.stored_outputs // TILE
+    operand = memory.empty((handle.stored_inputs // WARP, rows, WARP), torch.float16)
+    rotate = kernels.load("ops/linear/inputs.cu", "rotate_few")
+    rotate(-(-blocks * rows // ROW_WARPS), ROW_WARPS * WARP, x, handle.suh, operand, rows, width, blocks, is_whole(x))
+    row_tiles = tiles_of(rows)
+    columns, turns = few_rows_shape(tile_columns, blocks // handle.shards, row_tiles)
+    values = memory.empty((handle.shards, rows, handle.stored_outputs))
+    twice_bits = handle.defines["TWICE_BITS"]
+    stages = 3 if twice_bits <= 8 else 2
+    shared = columns * (turns * stages * BLOCK * twice_bits + row_tiles * WARP * ALIGNED)
+    multiply = kernels.load("ops/linear/few_rows.cu", "few_rows", ROW_TILES=row_tiles, **handle.defines)
+    multiply(
+        (-(-tile_columns // columns), handle.shards),
+        columns * turns * WARP,
+        handle.trellis,
+        operand,
+        values,
+        handle.counters,
+        tile_columns,
+        blocks,
+        rows,
+        columns,
+        turns,
+        handle.svh,
+        handle.bias,
+        y,
+        handle.out_features,
+        shared=shared,
+    )
+
+
+def tiles_of(rows: int) -> int:
+    """Tiles of 8 columns that hold `rows` of them: 1, 2, 4 or 8."""
+    return next(tiles for tiles in (1, 2, 4, 8) if rows <= 8 * tiles)
+
+
+def few_rows_shape(tile_columns: int, chunks: int, row_tiles: int) -> tuple[int, int]:
+    """(columns of tiles, warps that take turns on each) of a block, for `chunks` turns in all."""
+    return 1, max(1, min(TURNS, chunks, MOST_WARPS[row_tiles]))
+
+
+def few_plain_rows(x: torch.Tensor, handle: HalfLayer, y: torch.Tensor) -> None:
+    """The same of half weights: inputs are rounded on their way, shards added by the block that comes last."""
+    rows = len(x)
+    if handle.in_features != handle.stored_inputs or not is_whole(x):
+        x = padded(x, handle.stored_inputs)
+    row_tiles = tiles_of(min(handle.parts * rows, MOST_FEW_ROWS))
+    block_rows = 8 * row_tiles // handle.parts
+    tiles, columns = handle.stored_inputs // TILE, handle.stored_outputs // TILE
+    stage_bytes = 2048 + block_rows * 288
+    groups = -(-tiles // (4 * handle.shards))
+    stages = max(2, min(MOST_STAGES, STAGE_BYTES // stage_bytes, groups))
+    values = memory.empty((handle.shards * handle.parts, rows, handle.stored_outputs)) if handle.shards > 1 else None
+    multiply = kernels.load(
+        "ops/linear/few_rows_plain.cu", "few_rows_plain", ROW_TILES=row_tiles, PARTS=handle.parts, STAGES=stages
+    )
+    multiply(
+        (columns, handle.shards, -(-rows // block_rows)),
+        WARP,
+        handle.fragments,
+        x,
+        values,
+        handle.counters,
+        tiles,
+        rows,
+        handle.bias,
+        y,
+        handle.out_features,
+        shared=stages * stage_bytes,
+    )
+
+
+def many_rows(x: torch.Tensor, handle: TrellisLayer | HalfLayer, y: torch.Tensor, own_product: bool) -> None:
+    """y of any number of rows, some thousands at a time: weights expanded once, products at the tensor cores' rate."""
+    weights = expanded(handle)
+    first = 0
+    while first < len(x):
+        count = cuda_products.pass_rows(len(x) - first)
+        part = slice(first, first + count)
+        many_rows_pass(x[part], weights, handle, y[part], own_product)
+        first += count
+
+
+def many_rows_pass(
+    x: torch.Tensor, weights: torch.Tensor, handle: TrellisLayer | HalfLayer, y: torch.Tensor, own_product: bool
+) -> None:
+    """y of so many rows that their arrays are worth keeping."""
+    stored_rows, bounds = cuda_products.stored_rows(len(x)), handle.shard_bounds
+    parts = handle.parts if isinstance(handle, HalfLayer) else 1
+    halves = memory.empty((parts, stored_rows, handle.stored_inputs), torch.float16)
+    sums = memory.empty((handle.shards, parts, stored_rows, handle.stored_outputs))
+    round_inputs(x, handle, halves)
+    for part in range(parts):
+        if parts == 1:
+            cuda_products.products(halves[0], weights, bounds, sums.view(-1, *sums.shape[2:]), own_product)
+        else:
+            shard_sums = memory.empty((handle.shards, stored_rows, handle.stored_outputs))
+            cuda_products.products(halves[part], weights, bounds, shard_sums, own_product)
+            sums[:, part] = shard_sums
+    finish_outputs(sums, handle, y)
+
+
+def round_inputs(x: torch.Tensor, handle: TrellisLayer | HalfLayer, halves: torch.Tensor) -> None:
+    """Fill halves [parts, stored rows, stored inputs] with inputs, rotated or not; rows past x stay as they are."""
+    rows, width = x.shape
+    parts, stored_rows, columns = halves.shape
+    if isinstance(handle, TrellisLayer):
+        rotate = kernels.load("ops/linear/inputs.cu", "rotate_many")
+        grid = handle.input_blocks, -(-rows // ROW_WARPS)
+        rotate(grid, ROW_THREADS, x, handle.suh, halves, rows, width, handle.input_blocks, is_whole(x))
+    else:
+        rounded = kernels.load("ops/linear/inputs.cu", "round_many")
+        grid = -(-columns // (4 * ROW_THREADS)), rows
+        rounded(grid, ROW_THREADS, x, halves, stored_rows, width, columns, parts, is_whole(x))
+
+
+def finish_outputs(sums: torch.Tensor, handle: TrellisLayer | HalfLayer, y: torch.Tensor) -> None:
+    """y [R, out_features] from sums [shards, parts, stored rows, stored outputs]."""
+    rows, outputs = y.shape
+    shards, parts, stored_rows, columns = sums.shape
+    shape = shards * parts, stored_rows, columns
+    if isinstance(handle, TrellisLayer):
+        rotate = kernels.load("ops/linear/outputs.cu", "rotate_outputs")
+        grid = columns // BLOCK, -(-rows // ROW_WARPS)
+        rotate(grid, ROW_THREADS, sums, *shape, rows, handle.svh, handle.bias, y, outputs)
+    else:
+        total = kernels.load("ops/linear/outputs.cu", "sum_outputs")
+        total((-(-outputs // ROW_THREADS), rows), ROW_THREADS, sums, *shape, handle.bias, y, outputs)
+
+
+def expanded(handle: TrellisLayer | HalfLayer) -> torch.Tensor:
+    """The layer's half weights [stored outputs, stored inputs]: between the rotations, of a trellis layer."""
+    weights = memory.empty((handle.stored_outputs, handle.stored_inputs), torch.float16)
+    columns, tiles = handle.stored_outputs // TILE, handle.stored_inputs // TILE
+    if isinstance(handle, TrellisLayer):
+        expand = kernels.load("ops/linear/expand.cu", "expand_trellis", **handle.defines)
+        grid = handle.stored_outputs // BLOCK, handle.input_blocks
+        expand(grid, ROW_THREADS, handle.trellis, weights, columns, handle.stored_inputs)
+    else:
+        expand = kernels.load("ops/linear/expand.cu", "expand_fragments", **trellis_defines("mul1", 3))
+        expand((handle.input_blocks, columns), ROW_THREADS, handle.fragments, weights, tiles)
+    return weights
+
+
+def float_rows(x: torch.Tensor, handle: FloatLayer, y: torch.Tensor) -> None:
+    """y of any number of rows with the CPU's bytes."""
+    rows, width = x.shape
+    sums = memory.empty((handle.shards, rows, handle.stored_outputs))
+    chain = kernels.load("ops/linear/float_chain.cu", "float_chain", BFLOAT16=int(handle.weights.dtype == torch.int16))
+    grid = -(-handle.stored_outputs // CHAIN_OUTPUTS), handle.shards, -(-rows // CHAIN_ROWS)
+    chain(grid, CHAIN_OUTPUTS, handle.weights, x, sums, width, handle.stored_inputs, handle.stored_outputs, rows)
+    total = kernels.load("ops/linear/outputs.cu", "sum_outputs")
+    grid = -(-handle.out_features // ROW_THREADS), rows
+    shape = handle.shards, rows, handle.stored_outputs
+    total(grid, ROW_THREADS, sums, *shape, handle.bias, y, handle.out_features)
+
+
+def is_whole(x: torch.Tensor) -> bool:
+    """Whether rows of x can be read 16 bytes at a time."""
+    return x.shape[1] % 4 == 0 and x.data_ptr() % ALIGNED == 0
+
+
+def padded(x: torch.Tensor, columns: int) -> torch.Tensor:
+    """x with zeros up to `columns` columns, a multiple of 16."""
+    rows, width = x.shape
+    wider = memory.empty((rows, columns))
+    pad = kernels.load("ops/linear/inputs.cu", "pad_inputs")
+    pad((-(-columns // (4 * ROW_THREADS)), rows), ROW_THREADS, x, wider, width, columns)
+    return wider

@@ -1,0 +1,99 @@
+// From the k-shards' chains to outputs: the shards' sum, the output rotation, scales and bias.
+#pragma once
+#include "device.cuh"
+#include "ops/linear/rotate.cuh"
+
+// sums: float [terms, rows, columns], the terms of every output in the order of their sum.
+struct Sums {
+    const float* values;
+    int terms, rows, columns;
+};
+
+DEVICE int64 first_sum(const Sums& sums, int row, int column) {
+    return static_cast<int64>(row) * sums.columns + column;
+}
+
+// One output: its only term, or the terms added in float64 in order and rounded once.
+DEVICE float total_of(const Sums& sums, int row, int column) {
+    const int64 stride = static_cast<int64>(sums.rows) * sums.columns;
+    const float* at = sums.values + first_sum(sums, row, column);
+    if (sums.terms == 1) return *at;
+    double total = *at;
+#pragma unroll 1
+    for (int term = 1; term < sums.terms; term++) total = total + static_cast<double>(at[term * stride]);
+    return static_cast<float>(total);
+}
+
+// Four neighbouring outputs; the column is a multiple of 4, as are the columns.
+DEVICE void totals_of(const Sums& sums, int row, int column, float v[4]) {
+    const int64 stride = static_cast<int64>(sums.rows) * sums.columns;
+    const float* at = sums.values + first_sum(sums, row, column);
+    float4 four = *reinterpret_cast<const float4*>(at);
+    if (sums.terms > 1) {
+        double x = four.x, y = four.y, z = four.z, w = four.w;
+#pragma unroll 1
+        for (int term = 1; term < sums.terms; term++) {
+            const float4 next = *reinterpret_cast<const float4*>(at + term * stride);
+            x = x + static_cast<double>(next.x);
+            y = y + static_cast<double>(next.y);
+            z = z + static_cast<double>(next.z);
+            w = w + static_cast<double>(next.w);
+        }
+        four = make_float4(static_cast<float>(x), static_cast<float>(y), static_cast<float>(z), static_cast<float>(w));
+    }
+    v[0] = four.x, v[1] = four.y, v[2] = four.z, v[3] = four.w;
+}
+
+// What becomes of a layer's sums: float y [rows, outputs]. No scales: a plain layer, not rotated.
+struct Finish {
+    const half_bits* scales;
+    const float* bias;
+    float* y;
+    int outputs;
+};
+
+// Write outputs column to column + 3 of a row, without those past the end.
+DEVICE void store_outputs(const Finish& finish, int row, int column, const float v[4]) {
+    float* out = finish.y + static_cast<int64>(row) * finish.outputs + column;
+    if (finish.outputs % 4 == 0) {
+        if (column < finish.outputs) *reinterpret_cast<float4*>(out) = make_float4(v[0], v[1], v[2], v[3]);
+        return;
+    }
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+        if (column + i < finish.outputs) out[i] = v[i];
+}
+
+// Rotate one row's block of 128 sums out; v holds those of columns 4 * lane to 4 * lane + 3 of the block.
+DEVICE void finish_block(const Finish& finish, int row, int block, float v[4], int lane) {
+    const int column = block * ROTATION + 4 * lane;
+    float scale[4];
+    load_halves(finish.scales + column, scale);
+    rotate_128(v, lane);
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        v[i] = v[i] * scale[i];
+        if (finish.bias) v[i] = v[i] + finish.bias[column + i];
+    }
+    store_outputs(finish, row, column, v);
+}
+
+// Count `count` arrivals at a counter; whether they complete it, in every thread of the block. It is then 0 again.
+DEVICE bool arrives_last(int* counter, int count, int expected) {
+    __shared__ int last;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        __threadfence();
+#ifdef EMULATED
+        const int before = *counter;
+        *counter += count;
+#else
+        const int before = atomicAdd(counter, count);
+#endif
+        last = before + count == expected;
+        if (last) *counter = 0;
+        __threadfence();
+    }
+    __syncthreads();
+    return last;
+}

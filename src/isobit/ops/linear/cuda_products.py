@@ -1,0 +1,80 @@
+"""Products of many rows with half weights: isobit's own kernel, or cuBLAS where it is known to give the same bits."""
+
+from functools import cache
+
+import torch
+
+from isobit.cuda import kernels, memory
+
+OWN_TILE = 128  # rows and outputs of a block
+OWN_THREADS = 256
+OWN_SHARED = 4 * 2 * OWN_TILE * 64  # bytes: stages of a tile of inputs and one of weights
+PASS_ROWS = (2048, 1024, 512, 256, 128)  # row counts that cuBLAS is called with; it chooses by them how to sum
+CHECKED_ARCHITECTURES = ((9, 0),)
+MOST_CHECKED_OUTPUTS = 65536
+
+Bounds = list[tuple[int, int]]
+
+
+def pass_rows(rows: int) -> int:
+    """How many of `rows` rows to compute next."""
+    return min(rows, PASS_ROWS[0])
+
+
+def stored_rows(rows: int) -> int:
+    """The rows that the arrays of a pass of `rows` rows have: the smallest count of PASS_ROWS that holds them."""
+    return min((count for count in PASS_ROWS if count >= rows), default=rows)
+
+
+def products(x: torch.Tensor, weights: torch.Tensor, bounds: Bounds, sums: torch.Tensor, own_kernel: bool) -> None:
+    """sums [shards, R, N] = x [R, K] weights [N, K]^T over each shard's inputs; one float32 chain an output.
+
+    x and weights are float16, K a multiple of 16, R one of PASS_ROWS. own_kernel: never cuBLAS; changes no byte.
+    """
+    rows, inputs = x.shape
+    widths = {last - first for first, last in bounds}
+    if not own_kernel and all(cublas_sums_in_order(rows, len(weights), width, inputs) for width in widths):
+        for (first, last), out in zip(bounds, sums, strict=True):
+            by_cublas(x[:, first:last], weights[:, first:last], out)
+    else:
+        by_own_kernel(x, weights, len(bounds), sums)
+
+
+def by_own_kernel(x: torch.Tensor, weights: torch.Tensor, shards: int, sums: torch.Tensor) -> None:
+    """The same on isobit's kernel, which cuts K into shards as linear does."""
+    rows, inputs = x.shape
+    outputs = len(weights)
+    tiles = -(-rows // OWN_TILE) * -(-outputs // OWN_TILE)
+    kernel = kernels.load("ops/linear/product.cu", "product")
+    kernel((tiles, shards), OWN_THREADS, x, weights, sums, rows, outputs, inputs, shared=OWN_SHARED)
+
+
+def by_cublas(x: torch.Tensor, weights: torch.Tensor, out: torch.Tensor) -> None:
+    """out [R, N] float32 = x [R, K] weights [N, K]^T; the views' rows may lie apart."""
+    torch.mm(x, weights.T, out_dtype=torch.float32, out=out)
+
+
+def cublas_sums_in_order(rows: int, outputs: int, inputs: int, row_stride: int) -> bool:
+    """Whether cuBLAS gives the bits of one ascending chain for this shape on this device; else it splits k."""
+    if memory.architecture() not in CHECKED_ARCHITECTURES or rows not in PASS_ROWS:
+        return False
+    return outputs <= MOST_CHECKED_OUTPUTS and _same_bits(rows, outputs, inputs, row_stride)
+
+
+@cache
+def _same_bits(rows: int, outputs: int, inputs: int, row_stride: int) -> bool:
+    """Compare cuBLAS with the own kernel on random halves; a different order of sums shows in most outputs."""
+    generator = torch.Generator(device=memory.device()).manual_seed(1)
+
+    def halves(count: int) -> torch.Tensor:
+        return torch.randn((count, row_stride), generator=generator, device=memory.device(), dtype=torch.float16)
+
+    x, weights = halves(rows)[:, :inputs], halves(outputs)[:, :inputs]
+    theirs = torch.empty((rows, outputs), device=memory.device())
+    try:
+        by_cublas(x, weights, theirs)
+    except (RuntimeError, TypeError):
+        return False
+    ours = torch.empty((1, rows, outputs), device=memory.device())
+    by_own_kernel(x.contiguous(), weights.contiguous(), 1, ours)
+    return torch.equal(theirs.view(torch.int32), ours[0].view(torch.int32))

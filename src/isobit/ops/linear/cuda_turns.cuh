@@ -1,0 +1,37 @@
+// Warps that take turns on one chain: each hands it to the next through shared memory.
+#pragma once
+#include "device.cuh"
+
+constexpr int MOST_TURN_WARPS = 15;  // of a block: its named barriers but the one of __syncthreads
+
+#ifdef EMULATED
+static int handed_over[MOST_TURN_WARPS + 1];
+#endif
+
+// Before the first turn, by every thread of the block.
+DEVICE void begin_turns() {
+#ifdef EMULATED
+    if (threadIdx.x <= MOST_TURN_WARPS) handed_over[threadIdx.x] = 0;
+    __syncthreads();
+#endif
+}
+
+// Let the warp that waits for `barrier` (1 to 15) go on; what this warp wrote to shared memory is then to be seen.
+DEVICE void hand_over(int barrier) {
+#ifdef EMULATED
+    __syncwarp();
+    if (threadIdx.x % WARP == 0) handed_over[barrier]++;
+#else
+    asm volatile("bar.arrive %0, 64;" ::"r"(barrier) : "memory");
+#endif
+}
+
+// Wait for the `count`th hand_over of a barrier, 1 the first.
+DEVICE void wait_for_turn(int barrier, int count) {
+#ifdef EMULATED
+    while (handed_over[barrier] < count) emulator::pause(emulator::READY);
+    __syncwarp();
+#else
+    asm volatile("bar.sync %0, 64;" ::"r"(barrier) : "memory");
+#endif
+}

@@ -1,0 +1,199 @@
+// A trellis layer for up to 64 rows: tiles decoded in registers, one chain an output and k-shard.
+//
+// Weights are the A operand (16 outputs), rows the B operand (8 at a time). The warps of a column of tiles decode 128
+// inputs each, all at once, and take turns in carrying the chain over them, so that k ascends.
+#include "device.cuh"
+#include "ops/linear/cuda_finish.cuh"
+#include "ops/linear/cuda_turns.cuh"
+#include "ops/linear/trellis.cuh"
+
+#ifndef CODEBOOK
+#define CODEBOOK 2
+#define TWICE_BITS 6
+#endif
+#ifndef ROW_TILES
+#define ROW_TILES 1
+#endif
+
+constexpr int MOST_WARPS = ROW_TILES <= 2 ? 12 : 8;
+constexpr int CHUNK_TILES = 8;  // a turn: 128 inputs
+constexpr int EARLY = ROW_TILES == 1 ? 4 : ROW_TILES == 2 ? 2 : 1;  // quarters of inputs loaded before a turn
+constexpr int WORDS = tile_words(TWICE_BITS);
+constexpr int STAGES = TWICE_BITS <= 8 ? 3 : 2;
+constexpr int CHUNK_WORDS = CHUNK_TILES * WORDS;
+constexpr int PIECES = CHUNK_WORDS / 4;  // of 16 bytes
+constexpr int LANE_PIECES = (PIECES + WARP - 1) / WARP;
+
+// Where a lane's pieces of a chunk lie, from its first tile on.
+struct Pieces {
+    int offsets[LANE_PIECES];
+
+    __device__ __forceinline__ Pieces(int row_bytes, int lane) {
+#pragma unroll
+        for (int i = 0; i < LANE_PIECES; i++) {
+            const int piece = i * WARP + lane;
+            offsets[i] = piece / TWICE_BITS * row_bytes + piece % TWICE_BITS * 16;
+        }
+    }
+};
+
+DEVICE void stage_chunk(unsigned* stage, const unsigned char* tiles, const Pieces& pieces, int lane) {
+#pragma unroll
+    for (int i = 0; i < LANE_PIECES; i++) {
+        const int piece = i * WARP + lane;
+        if (PIECES % WARP == 0 || piece < PIECES) copy_async_16(stage + 4 * piece, tiles + pieces.offsets[i]);
+    }
+}
+
+// The chains of 16 outputs and 8 rows each: registers c of the products.
+struct Chains {
+    float c[ROW_TILES][4];
+};
+
+// A chunk's inputs of the rows: what the B operand of two tiles takes, `stride` uint4 from one 32 inputs to the next.
+struct Operand {
+    const uint4* inputs;
+    int64 stride;
+
+    __device__ __forceinline__ uint4 at(int quarter, int place) const { return inputs[quarter * stride + place]; }
+};
+
+// Carry the chains over one chunk; early: the operand's first quarters, already here.
+DEVICE void carry(Chains& chains, const unsigned fragments[CHUNK_TILES][4], const uint4 early[EARLY][ROW_TILES],
+                  const Operand& operand, const int places[ROW_TILES]) {
+#pragma unroll
+    for (int quarter = 0; quarter < CHUNK_TILES / 2; quarter++) {
+#pragma unroll
+        for (int tile = 0; tile < ROW_TILES; tile++) {
+            const uint4 pairs = quarter < EARLY ? early[quarter][tile] : operand.at(quarter, places[tile]);
+            const unsigned even[2] = {pairs.x, pairs.y}, odd[2] = {pairs.z, pairs.w};
+            mma_16x8x16(chains.c[tile], fragments[2 * quarter], even);
+            mma_16x8x16(chains.c[tile], fragments[2 * quarter + 1], odd);
+        }
+    }
+}
+
+// Write the chains to sums [rows, columns] from their column on.
+DEVICE void store_chains(const Chains& chains, float* sums, int rows, int columns, int column, int lane) {
+    const int output = column * TILE + lane / 4;
+#pragma unroll
+    for (int tile = 0; tile < ROW_TILES; tile++) {
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const int row = 8 * tile + 2 * (lane % 4) + i;
+            if (row >= rows) continue;
+            float* at = sums + static_cast<int64>(row) * columns + output;
+            at[0] = chains.c[tile][i];
+            at[8] = chains.c[tile][2 + i];
+        }
+    }
+}
+
+// Rotate out the blocks of 128 outputs that this thread block is the last to add to.
+DEVICE void finish_blocks(const Sums& sums, const Finish& finish, int* counters, int first, int count, int shards) {
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, warps = blockDim.x / WARP;
+    constexpr int block_columns = ROTATION / TILE;
+    for (int block = first / block_columns; block * block_columns < first + count; block++) {
+        const int begin = larger(first, block * block_columns);
+        const int end = smaller(first + count, (block + 1) * block_columns);
+        if (!arrives_last(counters + block, end - begin, block_columns * shards)) continue;
+        for (int row = warp; row < sums.rows; row += warps) {
+            float v[4];
+            totals_of(sums, row, block * ROTATION + 4 * lane, v);
+            finish_block(finish, row, block, v, lane);
+        }
+    }
+}
+
+// grid (ceil(tile_columns / columns), shards), threads 32 * columns * turns. operand: what rotate_few writes, rows as
+// there. values: float [shards, rows, 16 * tile_columns], written and read here. counters: zeros, one a block of 128.
+extern "C" __global__ void __launch_bounds__(MOST_WARPS * WARP, ROW_TILES <= 2 ? 2 : 1)
+few_rows(const unsigned char* trellis, const uint4* __restrict__ operand, float* values, int* counters,
+         int tile_columns, int input_blocks, int rows, int columns, int turns, const half_bits* scales,
+         const float* bias, float* y, int outputs) {
+    DYNAMIC_SHARED(unsigned, shared);
+    begin_turns();
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+    const int turn = warp % turns, own_column = warp / turns;
+    const int first_column = blockIdx.x * columns;
+    const int column = first_column + own_column;
+    const int shard = blockIdx.y, shards = gridDim.y;
+    const int first_chunk = shard * input_blocks / shards, last_chunk = (shard + 1) * input_blocks / shards;
+
+    unsigned* stages = shared + warp * STAGES * CHUNK_WORDS;
+    float4* handed = reinterpret_cast<float4*>(shared + columns * turns * STAGES * CHUNK_WORDS);
+    handed += own_column * ROW_TILES * WARP + lane;
+    const int row_bytes = tile_columns * tile_bytes(TWICE_BITS);
+    const int64 chunk_bytes = static_cast<int64>(CHUNK_TILES) * row_bytes;
+    const Pieces pieces(row_bytes, lane);
+    const LanePlace<TWICE_BITS> place(lane);
+    const int64 stride = static_cast<int64>(rows) * 4;
+    int places[ROW_TILES];
+#pragma unroll
+    for (int tile = 0; tile < ROW_TILES; tile++) places[tile] = smaller(8 * tile + lane / 4, rows - 1) * 4 + lane % 4;
+
+    if (column < tile_columns) {
+        const unsigned char* next = trellis + first_chunk * chunk_bytes + turn * chunk_bytes;
+        next += static_cast<int64>(column) * tile_bytes(TWICE_BITS);
+        int staged = first_chunk + turn;
+#pragma unroll
+        for (int stage = 0; stage < STAGES; stage++) {
+            if (staged < last_chunk) stage_chunk(stages + stage * CHUNK_WORDS, next, pieces, lane);
+            copy_async_commit();
+            staged += turns;
+            next += turns * chunk_bytes;
+        }
+        if (turn == turns - 1) {
+#pragma unroll
+            for (int tile = 0; tile < ROW_TILES; tile++) handed[tile * WARP] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            hand_over(warp + 1);
+        }
+        int stage = 0, round = 0;
+#pragma unroll 1
+        for (int chunk = first_chunk + turn; chunk < last_chunk; chunk += turns, round++) {
+            const Operand own_operand = {operand + chunk * 4 * stride, stride};
+            uint4 early[EARLY][ROW_TILES];
+#pragma unroll
+            for (int quarter = 0; quarter < EARLY; quarter++)
+#pragma unroll
+                for (int tile = 0; tile < ROW_TILES; tile++) early[quarter][tile] = own_operand.at(quarter, places[tile]);
+            copy_async_wait<STAGES - 1>();
+            __syncwarp();
+            unsigned* own = stages + stage * CHUNK_WORDS;
+            unsigned fragments[CHUNK_TILES][4];
+#pragma unroll
+            for (int tile = 0; tile < CHUNK_TILES; tile++)
+                decode_fragment<CODEBOOK, TWICE_BITS>(own + tile * WORDS, place, fragments[tile]);
+            __syncwarp();
+            if (staged < last_chunk) stage_chunk(own, next, pieces, lane);
+            copy_async_commit();
+            staged += turns;
+            next += turns * chunk_bytes;
+            stage = stage + 1 == STAGES ? 0 : stage + 1;
+
+            Chains chains;
+            wait_for_turn(turn == 0 ? warp + turns : warp, round + 1);
+#pragma unroll
+            for (int tile = 0; tile < ROW_TILES; tile++) {
+                const float4 c = handed[tile * WARP];
+                chains.c[tile][0] = c.x, chains.c[tile][1] = c.y, chains.c[tile][2] = c.z, chains.c[tile][3] = c.w;
+            }
+            carry(chains, fragments, early, own_operand, places);
+            if (chunk + 1 < last_chunk) {
+#pragma unroll
+                for (int tile = 0; tile < ROW_TILES; tile++) {
+                    const float* c = chains.c[tile];
+                    handed[tile * WARP] = make_float4(c[0], c[1], c[2], c[3]);
+                }
+                hand_over(warp + 1);
+            } else {
+                const int64 shard_values = static_cast<int64>(rows) * tile_columns * TILE;
+                store_chains(chains, values + shard * shard_values, rows, tile_columns * TILE, column, lane);
+            }
+        }
+    }
+    const Sums sums = {values, shards, rows, tile_columns * TILE};
+    const Finish finish = {scales, bias, y, outputs};
+    const int count = smaller(columns, tile_columns - first_column);
+    finish_blocks(sums, finish, counters, first_column, count, shards);
+}

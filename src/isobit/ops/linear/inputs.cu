@@ -1,0 +1,62 @@
+// Inputs as the products read them: rotated or plain, rounded to half.
+#include "device.cuh"
+#include "ops/linear/rotate.cuh"
+
+constexpr int INPUT_WARPS = 8;
+
+// For few rows: in the order of the B operand's registers, uint4 [K / 32, rows, 4]: of row r and lane l = 4r + t the
+// pairs of k = 2t, 2t + 8, 2t + 16, 2t + 24. grid (ceil(K / 128 * rows / warps)), a warp a row and block.
+extern "C" __global__ void rotate_few(
+    const float* x, const half_bits* scales, unsigned* operand, int rows, int inputs, int blocks, int whole) {
+    const int lane = threadIdx.x % WARP;
+    const int unit = (blockIdx.x * blockDim.x + threadIdx.x) / WARP;
+    if (unit >= rows * blocks) return;
+    const int row = unit % rows, block = unit / rows;
+    const uint2 pairs = rotated_inputs(x + static_cast<int64>(row) * inputs, block, inputs, whole, scales, lane);
+    const int quarter = block * 4 + lane / 8, offset = lane % 8;
+    unsigned* at = operand + (static_cast<int64>(quarter) * rows + row) * 16 + offset % 2 * 8 + offset / 2;
+    at[0] = pairs.x;
+    at[4] = pairs.y;
+}
+
+// For many rows: half [rows, 128 * blocks]. grid (blocks, ceil(rows / 8)), 256 threads.
+extern "C" __global__ void rotate_many(
+    const float* x, const half_bits* scales, half_bits* halves, int rows, int inputs, int blocks, int whole) {
+    const int lane = threadIdx.x % WARP, row = blockIdx.y * INPUT_WARPS + threadIdx.x / WARP;
+    if (row >= rows) return;
+    const int block = blockIdx.x;
+    const uint2 pairs = rotated_inputs(x + static_cast<int64>(row) * inputs, block, inputs, whole, scales, lane);
+    const int64 at = (static_cast<int64>(row) * blocks + block) * ROTATION + 4 * lane;
+    *reinterpret_cast<uint2*>(halves + at) = pairs;
+}
+
+// Plain layers of many rows: half [parts, stored_rows, columns], zeros past the inputs. Part 0 is x rounded, part 1, if
+// there is one, what that leaves rounded. grid (ceil(columns / 1024), rows), 256 threads; columns are whole 16s.
+extern "C" __global__ void round_many(
+    const float* x, half_bits* halves, int stored_rows, int inputs, int columns, int parts, int whole) {
+    const int column = 4 * (blockIdx.x * blockDim.x + threadIdx.x), row = blockIdx.y;
+    if (column >= columns) return;
+    float v[4];
+    load_inputs(x + static_cast<int64>(row) * inputs, column, inputs, whole, v);
+    half_bits high[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) high[i] = half_of(v[i]);
+    half_bits* at = halves + static_cast<int64>(row) * columns + column;
+    *reinterpret_cast<uint2*>(at) = make_uint2(pack_half2(high[0], high[1]), pack_half2(high[2], high[3]));
+    if (parts == 1) return;
+    half_bits low[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) low[i] = half_of(v[i] - float_of_half(high[i]));
+    at += static_cast<int64>(stored_rows) * columns;
+    *reinterpret_cast<uint2*>(at) = make_uint2(pack_half2(low[0], low[1]), pack_half2(low[2], low[3]));
+}
+
+// float32 [rows, columns] with zeros past the inputs. grid (ceil(columns / 1024), rows), 256 threads.
+extern "C" __global__ void pad_inputs(const float* x, float* padded, int inputs, int columns) {
+    const int column = 4 * (blockIdx.x * blockDim.x + threadIdx.x), row = blockIdx.y;
+    if (column >= columns) return;
+    float v[4];
+    load_inputs(x + static_cast<int64>(row) * inputs, column, inputs, false, v);
+    float* at = padded + static_cast<int64>(row) * columns + column;
+    *reinterpret_cast<float4*>(at) = make_float4(v[0], v[1], v[2], v[3]);
+}

@@ -1,0 +1,108 @@
+// Many rows times half weights on tensor cores, one float32 chain an output over ascending k.
+#include "device.cuh"
+
+constexpr int TILE_ROWS = 128, TILE_OUTPUTS = 128, TILE_INPUTS = 32;
+constexpr int PRODUCT_STAGES = 4;
+constexpr int PRODUCT_THREADS = 256;
+constexpr int WARP_ROWS = 64, WARP_OUTPUTS = 32;  // 2 warps of rows by 4 of outputs
+constexpr int STEP = 16;
+constexpr int PIECE = 8;  // halves in 16 bytes
+constexpr int ROW_PIECES = TILE_INPUTS / PIECE;
+constexpr int TILE_PIECES = TILE_ROWS * ROW_PIECES;
+constexpr int SWIZZLE = 64;  // blocks of rows that share a stripe of weights
+
+// 16 bytes of a staged tile: a row's pieces change places so that 8 rows of one column lie in different banks.
+DEVICE int place_of(int row, int piece) { return row * ROW_PIECES + (piece ^ (row >> 1 & 3)); }
+
+struct ProductStage {
+    uint4 inputs[TILE_PIECES];
+    uint4 weights[TILE_PIECES];
+};
+
+// Copy TILE_INPUTS halves from k on of 128 rows; rows past the last repeat it, inputs from `end` on are left out.
+DEVICE void stage_rows(uint4* target, const half_bits* matrix, int first, int rows, int width, int k, int end) {
+#pragma unroll
+    for (int i = threadIdx.x; i < TILE_PIECES; i += PRODUCT_THREADS) {
+        const int row = i / ROW_PIECES, piece = i % ROW_PIECES, column = k + piece * PIECE;
+        const int64 from = static_cast<int64>(smaller(first + row, rows - 1)) * width + column;
+        if (column < end) copy_async_16(target + place_of(row, piece), matrix + from);
+    }
+}
+
+// grid (row tiles * output tiles, shards), 256 threads, PRODUCT_STAGES stages of dynamic shared memory. x: half
+// [rows, inputs], weights: half [outputs, inputs], whole 16s of inputs. values: float [shards, rows, outputs].
+extern "C" __global__ void __launch_bounds__(PRODUCT_THREADS, 2)
+product(const half_bits* x, const half_bits* weights, float* values, int rows, int outputs, int inputs) {
+    DYNAMIC_SHARED(ProductStage, stages);
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+    const int row_tiles = (rows + TILE_ROWS - 1) / TILE_ROWS, output_tiles = (outputs + TILE_OUTPUTS - 1) / TILE_OUTPUTS;
+    const int tall = SWIZZLE * output_tiles, stripe = blockIdx.x / tall, in_stripe = blockIdx.x % tall;
+    const int stripe_rows = smaller(SWIZZLE, row_tiles - stripe * SWIZZLE);
+    const int first_row = (stripe * SWIZZLE + in_stripe % stripe_rows) * TILE_ROWS;
+    const int first_output = in_stripe / stripe_rows * TILE_OUTPUTS;
+    const int shard = blockIdx.y, shards = gridDim.y, blocks = (inputs + 127) / 128;
+    const int begin = shard * blocks / shards * 128, end = smaller((shard + 1) * blocks / shards * 128, inputs);
+
+#pragma unroll
+    for (int stage = 0; stage < PRODUCT_STAGES - 1; stage++) {
+        const int k = begin + stage * TILE_INPUTS;
+        if (k < end) {
+            stage_rows(stages[stage].inputs, x, first_row, rows, inputs, k, end);
+            stage_rows(stages[stage].weights, weights, first_output, outputs, inputs, k, end);
+        }
+        copy_async_commit();
+    }
+    const int own_row = warp / 4 * WARP_ROWS, own_output = warp % 4 * WARP_OUTPUTS;
+    const int matrix = lane / 8, matrix_row = lane % 8;
+    float c[WARP_ROWS / 16][WARP_OUTPUTS / 8][4] = {};
+    int stage = 0;
+#pragma unroll 1
+    for (int k = begin; k < end; k += TILE_INPUTS) {
+        copy_async_wait<PRODUCT_STAGES - 2>();
+        __syncthreads();
+        const int ahead = k + (PRODUCT_STAGES - 1) * TILE_INPUTS, free = (stage + PRODUCT_STAGES - 1) % PRODUCT_STAGES;
+        if (ahead < end) {
+            stage_rows(stages[free].inputs, x, first_row, rows, inputs, ahead, end);
+            stage_rows(stages[free].weights, weights, first_output, outputs, inputs, ahead, end);
+        }
+        copy_async_commit();
+        const ProductStage& own = stages[stage];
+#pragma unroll
+        for (int step = 0; step < TILE_INPUTS / STEP; step++) {
+            if (k + step * STEP >= end) break;
+            unsigned a[WARP_ROWS / 16][4], b[WARP_OUTPUTS / 16][4];
+#pragma unroll
+            for (int i = 0; i < WARP_ROWS / 16; i++) {
+                const int row = own_row + 16 * i + matrix % 2 * 8 + matrix_row;
+                load_matrix_x4(a[i], own.inputs + place_of(row, 2 * step + matrix / 2));
+            }
+#pragma unroll
+            for (int j = 0; j < WARP_OUTPUTS / 16; j++) {
+                const int row = own_output + 16 * j + matrix / 2 * 8 + matrix_row;
+                load_matrix_x4(b[j], own.weights + place_of(row, 2 * step + matrix % 2));
+            }
+#pragma unroll
+            for (int i = 0; i < WARP_ROWS / 16; i++)
+#pragma unroll
+                for (int j = 0; j < WARP_OUTPUTS / 8; j++) mma_16x8x16(c[i][j], a[i], b[j / 2] + j % 2 * 2);
+        }
+        stage = stage + 1 == PRODUCT_STAGES ? 0 : stage + 1;
+    }
+    values += static_cast<int64>(shard) * rows * outputs;
+#pragma unroll
+    for (int i = 0; i < WARP_ROWS / 16; i++) {
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const int row = first_row + own_row + 16 * i + lane / 4 + 8 * half;
+            if (row >= rows) continue;
+#pragma unroll
+            for (int j = 0; j < WARP_OUTPUTS / 8; j++) {
+                const int output = first_output + own_output + 8 * j + lane % 4 * 2;
+                // The outputs are whole 16s.
+                if (output < outputs)
+                    *reinterpret_cast<float2*>(values + static_cast<int64>(row) * outputs + output) =
+                        make_float2(c[i][j][2 * half], c[i][j][2 * half + 1]);
+            }
+        }
+    }
+}
