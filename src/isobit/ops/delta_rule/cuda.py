@@ -18,7 +18,7 @@ MOST_FEW_ROWS = 64
 WARP = 32
 SOURCE = "ops/delta_rule/delta_rule.cu"
 
-FEW_COLUMNS, FEW_THREADS = 32, 64  # of a block of few_rows
+FEW_COLUMNS, FEW_THREADS = 64, 128  # of a block of few_rows
 TILE, TILE_THREADS = 16, 128  # of a block of many_rows
 STAGED_ROWS = 32  # that a block of many_rows holds in shared memory
 PREPARE_WARPS = 8

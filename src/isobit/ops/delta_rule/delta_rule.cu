@@ -133,8 +133,8 @@ extern "C" __global__ void prepare_rows(
 constexpr int TILE = 16;  // value columns of a block of many_rows, four a warp
 constexpr int TILE_WARPS = TILE / 4;
 constexpr int TILES = (VALUE_DIM + TILE - 1) / TILE;
-constexpr int STAGE_ROWS = 8;
-constexpr int STAGES = 4;
+constexpr int STAGE_ROWS = 16;
+constexpr int STAGES = 2;
 constexpr int UNROLLED = 2;  // rows side by side, so that one hides what the other waits for
 constexpr int VALUES_AT = 2 * PADDED;
 constexpr int GATES_AT = VALUES_AT + GROUP * TILE;
@@ -297,7 +297,7 @@ extern "C" __global__ void __launch_bounds__(TILE_WARPS* WARP, 1) many_rows(
 }
 
 constexpr int WARP_COLUMNS = 16;  // of a warp of few_rows, four a lane
-constexpr int FEW_WARPS = 2;
+constexpr int FEW_WARPS = 4;
 constexpr int FEW_COLUMNS = FEW_WARPS * WARP_COLUMNS;
 constexpr int FEW_TILES = (VALUE_DIM + FEW_COLUMNS - 1) / FEW_COLUMNS;
 constexpr int FEW_STAGE = 8;
@@ -309,6 +309,7 @@ extern "C" __global__ void __launch_bounds__(FEW_WARPS* WARP) few_rows(
     const int* places, const int* starts, const int* slots, float* __restrict__ out) {
     __shared__ float4 keys_queries[FEW_STAGE][2 * PADDED / 4], values[FEW_STAGE][FEW_COLUMNS / 4];
     __shared__ float gates[FEW_STAGE][3];  // decay, beta, the product of key and query
+    __shared__ int journal_rows[FEW_STAGE];
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     const int piece = lane % PIECES;
     const int head = blockIdx.x / FEW_TILES, tile_column = blockIdx.x % FEW_TILES * FEW_COLUMNS;
@@ -350,7 +351,10 @@ extern "C" __global__ void __launch_bounds__(FEW_WARPS* WARP) few_rows(
             const float beta = sigmoid32(b[row * VALUE_HEADS + head]);
             const float product =
                 norm_key_query(inputs, key_head_of(head), scale, reinterpret_cast<float*>(keys_queries[i]));
-            if (lane == 0) gates[i][0] = decay, gates[i][1] = beta, gates[i][2] = product;
+            if (lane == 0) {
+                gates[i][0] = decay, gates[i][1] = beta, gates[i][2] = product;
+                journal_rows[i] = places ? places[row] : -1;
+            }
         }
         __syncthreads();
         for (int i = 0; i < count; i++) {
@@ -371,7 +375,7 @@ extern "C" __global__ void __launch_bounds__(FEW_WARPS* WARP) few_rows(
             if (piece == 0 && column < VALUE_DIM)
                 *reinterpret_cast<float4*>(out + (row * VALUE_HEADS + head) * VALUE_DIM + column) =
                     make_float4(output[0], output[1], output[2], output[3]);
-            if (places && places[row] >= 0) keep_state(journal, places[row]);
+            if (journal_rows[i] >= 0) keep_state(journal, journal_rows[i]);
         }
     }
     keep_state(states, slot);
