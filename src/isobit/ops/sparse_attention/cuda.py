@@ -1,5 +1,6 @@
 """Sparse attention on CUDA. The selection has the CPU's bytes; the read is defined in docs/arithmetic.md, *On CUDA*."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -140,9 +141,9 @@ def select_few(index_q, handle: Attention, cache: AttentionCache, batch: Batch, 
     if not at.rows:
         return Selection(blocks, counts, [] if keep_scores else None)
     width = at.pages.shape[1] * PAGE_ROWS // sizes.block
-    scores = None
-    if width > sizes.kept_blocks or keep_scores:
-        scores = memory.empty((at.rows, width))
+    scored = width > sizes.kept_blocks or keep_scores
+    scores = memory.empty((at.rows, width if scored else 0))
+    if scored:
         index_q = _rows(index_q)
         tiles = min(-(-width // SCORE_TILE), -(-SCORE_BLOCKS_A_PROCESSOR * memory.multiprocessors() // at.rows))
         _scorer(handle, "score_few")(
@@ -153,7 +154,7 @@ def select_few(index_q, handle: Attention, cache: AttentionCache, batch: Batch, 
     _chooser(sizes)(
         at.rows, min(MOST_THREADS, _warps_for(width)), scores, width, at.positions, blocks, counts
     )  # fmt: skip
-    return Selection(blocks, counts, _scores_of_rows(scores, batch, sizes) if keep_scores else None)
+    return Selection(blocks, counts, _finished_alone(scores, batch, sizes) if keep_scores else None)
 
 
 def select_many(
@@ -162,15 +163,15 @@ def select_many(
     """`attention_select` with tiles of rows that share the index keys; reads the positions on the host."""
     sizes, at = handle.sizes, placed(batch)
     blocks, counts = _empty_selection(at.rows, sizes)
-    index_q, kept_scores = _rows(index_q), []
+    index_q = _rows(index_q)
+    kept_scores: list[torch.Tensor] = []
     width = (int(batch.positions.max(initial=0)) + 1) // sizes.block
     scored = width > sizes.kept_blocks or keep_scores
     chunk = max(1, SCRATCH_FLOATS // max(width, 1) // SCORE_TILE_ROWS) * SCORE_TILE_ROWS
     for first in range(0, at.rows, chunk):
         last = min(first + chunk, at.rows)
-        scores = None
+        scores = memory.empty((last - first, width if scored else 0))
         if scored:
-            scores = memory.empty((last - first, width))
             row_tiles = -(-(last - first) // SCORE_TILE_ROWS)
             wanted = -(-SCORE_BLOCKS_A_PROCESSOR * memory.multiprocessors() // row_tiles)
             tiles = max(1, min(-(-width // SCORE_TILE), wanted))
@@ -181,21 +182,20 @@ def select_many(
                 shared=_many_scoring_bytes(sizes),
             )  # fmt: skip
             if keep_scores:
-                kept_scores.append(scores)
+                kept_scores += scores
         _chooser(sizes)(
             last - first, min(MOST_THREADS, _warps_for(-(-width // 4))), scores, width, at.positions[first:last],
             blocks[first:last], counts[first:last],
         )  # fmt: skip
-    if not keep_scores:
-        return Selection(blocks, counts)
-    return Selection(blocks, counts, _scores_of_rows(torch.cat(kept_scores), batch, sizes) if kept_scores else [])
+    return Selection(blocks, counts, _finished_alone(kept_scores, batch, sizes) if keep_scores else None)
 
 
 def _empty_selection(rows: int, sizes: Sizes) -> tuple[torch.Tensor, torch.Tensor]:
     return memory.empty((rows, sizes.kept_blocks), torch.int32), memory.empty((rows,), torch.int32)
 
 
-def _scores_of_rows(scores: torch.Tensor, batch: Batch, sizes: Sizes) -> list[torch.Tensor]:
+def _finished_alone(scores: Iterable[torch.Tensor], batch: Batch, sizes: Sizes) -> list[torch.Tensor]:
+    """Of each row's scores those of its finished blocks."""
     finished = (batch.positions + 1) // sizes.block
     return [row[: int(count)] for row, count in zip(scores, finished, strict=True)]
 

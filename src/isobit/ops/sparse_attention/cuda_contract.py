@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from isobit.cuda import memory
-from isobit.ops.batch import AttentionCache, Batch, Selection
+from isobit.ops.batch import AttentionCache, Selection
 from isobit.ops.cases import SMALLEST, UNIT, rows_of_plan
 from isobit.ops.contract import Case, Outputs, Span, register
 from isobit.ops.device_cases import DeviceState, on_device, to_host
@@ -75,7 +75,7 @@ class OnDevice(DeviceState):
 class AttentionWrite(OnDevice, contract.AttentionWrite):
     """The one kernel that writes, for any number of rows."""
 
-    implementations = ("cpu", "cuda")
+    implementations: tuple[str, ...] = ("cpu", "cuda")
 
     def call(self, implementation: str, case: Case, state: Any, plan: Sequence[Span]) -> Outputs:
         if implementation == "cpu":
@@ -103,7 +103,7 @@ def read(implementation: str, *arguments: Any) -> torch.Tensor:
 class AttentionSelect(OnDevice, contract.AttentionSelect):
     """Scoring by blocks alone and by tiles of rows; the CPU's bytes."""
 
-    implementations = ("cpu", *SUFFIXES, "by_row_count")
+    implementations: tuple[str, ...] = ("cpu", *SUFFIXES, "by_row_count")
     row_edges = (cuda.SCORE_TILE_ROWS, cuda.MOST_FEW_ROWS)
 
     def call(self, implementation: str, case: Case, state: Any, plan: Sequence[Span]) -> Outputs:
@@ -127,7 +127,7 @@ class AttentionSelect(OnDevice, contract.AttentionSelect):
 class AttentionRead(OnDevice, contract.AttentionRead):
     """Reading part by part in many blocks, and row by row in one."""
 
-    implementations = (*SUFFIXES, "by_row_count")
+    implementations: tuple[str, ...] = (*SUFFIXES, "by_row_count")
     row_edges = (cuda.MOST_FEW_ROWS,)
 
     def call(self, implementation: str, case: Case, state: Any, plan: Sequence[Span]) -> Outputs:
@@ -153,7 +153,7 @@ class AttentionRead(OnDevice, contract.AttentionRead):
 class SparseAttention(OnDevice, contract.SparseAttention):
     """Write, select and read in a row, by few-row and many-row kernels."""
 
-    implementations = (*SUFFIXES, "by_row_count")
+    implementations: tuple[str, ...] = (*SUFFIXES, "by_row_count")
     row_edges = (cuda.SCORE_TILE_ROWS, cuda.MOST_FEW_ROWS)
 
     def call(self, implementation: str, case: Case, state: Any, plan: Sequence[Span]) -> Outputs:
