@@ -1,0 +1,261 @@
+"""The mixture of experts on CUDA: preparing weights, the router's choice, and one call for any number of rows."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from isobit.checkpoint.weights import Linear, PlainLinear
+from isobit.cuda import kernels, memory
+from isobit.errors import CheckpointError
+from isobit.ops.experts.cuda_layers import BLOCK, PlacedLayers, place_layers, stored_sizes, whole_blocks
+
+__all__ = ["experts", "prepare_experts", "route"]
+
+BY_ROW_COUNT, FEW_ROWS, MANY_ROWS = 0, 1, 2  # how to compute; the first is what the model uses
+MOST_FEW_ROWS = 64
+ROUTE_WARPS = 4  # rows of a thread block, where there are many
+MOST_SCRATCH_BYTES = 1 << 30  # of one pass over the experts
+ROUTE = "ops/experts/route.cu"
+FEW, FEW_PRODUCTS = "ops/experts/few_rows.cu", "ops/experts/few_products.cu"
+MANY, MANY_PRODUCTS = "ops/experts/many_rows.cu", "ops/experts/many_products.cu"
+GATE, DOWN = 0, 2  # the kernels' numbers of the projections
+FEW_COLUMNS = 64  # outputs of a thread block of few_products.cu
+GATE_ROWS = 32  # rows of a thread block that computes the shared expert's gate
+STAGES, STAGE_INPUTS, SIDES, SUMS_PADDING = 3, 64, 2, 4  # of many_products.cu
+
+
+@dataclass(frozen=True)
+class ExpertsHandle:
+    """The experts of one layer on the device.
+
+    width, inner_width: hidden and inner values in whole blocks. gate: the shared expert's gate, its float32 weights
+    padded to whole steps of 16, and its bias; or `gate_linear`, a handle of the linear op, where it is not plain.
+    """
+
+    routed: int
+    hidden: int
+    width: int
+    inner_width: int
+    layers: PlacedLayers
+    gate: torch.Tensor | None
+    gate_bias: torch.Tensor | None
+    gate_linear: Any
+    nbytes: int
+
+
+def prepare_experts(
+    gate: Sequence[Linear],
+    up: Sequence[Linear],
+    down: Sequence[Linear],
+    shared_gate: Linear,
+    shared_up: Linear,
+    shared_down: Linear,
+    shared_expert_gate: Linear,
+) -> ExpertsHandle:
+    """The experts' handle. Raises CheckpointError when the layers do not fit each other."""
+    if not len(gate) == len(up) == len(down) > 0:
+        raise CheckpointError(f"experts: {len(gate)} gate, {len(up)} up and {len(down)} down projections")
+    hidden = gate[0].in_features
+    triples = [*zip(gate, up, down, strict=True), (shared_gate, shared_up, shared_down)]
+    for triple in triples:
+        _check_expert(*triple, hidden)
+    _check_size(shared_expert_gate, hidden, 1)
+    layers = place_layers([weights for triple in triples for weights in triple])
+    weights, bias, linear_handle = _place_gate(shared_expert_gate)
+    gate_bytes = linear_handle.nbytes if weights is None else weights.nbytes
+    return ExpertsHandle(
+        routed=len(gate),
+        hidden=hidden,
+        width=whole_blocks(hidden),
+        inner_width=max(whole_blocks(triple[0].out_features) for triple in triples),
+        layers=layers,
+        gate=weights,
+        gate_bias=bias,
+        gate_linear=linear_handle,
+        nbytes=layers.nbytes + gate_bytes,
+    )
+
+
+def route(
+    logits: torch.Tensor, chosen: int, renormalise: bool, how: int = BY_ROW_COUNT
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The `chosen` likeliest experts of each row, ties to the lower id: float32 [R, E] -> (ids, weights).
+
+    ids: int32 [R, chosen], ascending. weights: float32 [R, chosen], softmax probabilities, divided by their sum if
+    `renormalise`. `how` is for the contract and changes no byte. Raises ValueError when there are fewer experts than
+    `chosen`.
+    """
+    rows, count = logits.shape
+    if not 0 < chosen <= count:
+        raise ValueError(f"route: {chosen} of {count} experts asked for")
+    ids, weights = memory.empty((rows, chosen), torch.int32), memory.empty((rows, chosen))
+    if rows:
+        warps = 1 if _few(rows, how) else ROUTE_WARPS
+        kernel = kernels.load(ROUTE, "route", COUNT=count, CHOSEN=chosen, RENORMALISE=int(renormalise))
+        kernel(-(-rows // warps), 32 * warps, logits, ids, weights, rows)
+    return ids, weights
+
+
+def experts(
+    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, handle: ExpertsHandle, how: int = BY_ROW_COUNT
+) -> torch.Tensor:
+    """The chosen experts' weighted sum and the shared expert: x float32 [R, H] -> float32 [R, H].
+
+    ids: int32 [R, chosen], ascending in a row, as `route` gives them. weights: float32 [R, chosen]. `how` is for the
+    contract and changes no byte. Buffers take at most about MOST_SCRATCH_BYTES.
+    """
+    rows, width = x.shape
+    if width != handle.hidden:
+        raise ValueError(f"experts: x has {width} columns, expected {handle.hidden}")
+    y = memory.empty((rows, width))
+    few = _few(rows, how)
+    most_rows = MOST_FEW_ROWS if few else _most_rows(handle, ids.shape[1])
+    compute = _few_rows if few else _many_rows
+    for first in range(0, rows, most_rows):
+        part = slice(first, first + most_rows)
+        compute(x[part], ids[part], weights[part], handle, y[part])
+    return y
+
+
+def _few(rows: int, how: int) -> bool:
+    return rows <= MOST_FEW_ROWS if how == BY_ROW_COUNT else how == FEW_ROWS
+
+
+def _few_rows(
+    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, handle: ExpertsHandle, y: torch.Tensor
+) -> None:
+    rows, chosen = ids.shape
+    pairs, tiles = rows * (chosen + 1), rows * chosen + 1
+    width, inner_width = handle.width, handle.inner_width
+    table, macros = handle.layers.table, handle.layers.macros
+    ready = memory.empty((2, pairs, width), torch.float16)
+    tile_list, members = memory.empty((tiles, 4), torch.int32), memory.empty((tiles, MOST_FEW_ROWS), torch.int32)
+    kernels.load(FEW, "prepare_rows")(
+        (width // BLOCK, pairs), 32, x, ids, table, ready, tile_list, members, rows, chosen, handle.routed,
+        handle.hidden, width,
+    )  # fmt: skip
+    logits = _gate_logits(x, handle)
+    multiply = kernels.load(FEW_PRODUCTS, "multiply_rows", **macros)
+    inner_sums = memory.empty((pairs, 2, inner_width))
+    side_blocks = inner_width // FEW_COLUMNS
+    gate_rows = 0 if handle.gate is None else rows
+    multiply(
+        (2 * side_blocks, tiles + (1 if gate_rows else 0)), 128, table, tile_list, members, GATE, side_blocks, ready,
+        kernels.Long(pairs * width), width, x, handle.hidden, handle.hidden, chosen + 1, inner_sums, 2 * inner_width,
+        gate_rows, handle.gate, 0 if handle.gate is None else handle.gate.numel(), handle.gate_bias, logits,
+    )  # fmt: skip
+    halves, floats = _hidden_values(handle, pairs)
+    kernels.load(FEW, "activate_rows")(
+        (inner_width // BLOCK, pairs), 32, inner_sums, ids, table, halves, floats, chosen, handle.routed, inner_width
+    )
+    sums = memory.empty((pairs, width))
+    side_blocks = width // FEW_COLUMNS
+    multiply(
+        (side_blocks, tiles), 128, table, tile_list, members, DOWN, side_blocks, halves, kernels.Long(0), inner_width,
+        floats, inner_width, inner_width, 1, sums, width, 0, None, 0, None, None,
+    )  # fmt: skip
+    kernels.load(FEW, "add_rows")(
+        (width // BLOCK, rows), BLOCK, sums, ids, weights, logits, table, y, chosen, handle.routed, handle.hidden,
+        width, shared=4 * BLOCK * (chosen + 1),
+    )  # fmt: skip
+
+
+def _many_rows(
+    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, handle: ExpertsHandle, y: torch.Tensor
+) -> None:
+    rows, chosen = ids.shape
+    pairs, routed = rows * (chosen + 1), handle.routed
+    width, inner_width, table = handle.width, handle.inner_width, handle.layers.table
+    row_tile = _row_tile()
+    macros = {**handle.layers.macros, "ROW_TILE": row_tile}
+    shared = _shared_bytes(macros, row_tile)
+    members, counts = memory.empty((routed + 1, rows), torch.int32), memory.empty((routed + 1,), torch.int32)
+    kernels.load(MANY, "sort_pairs")(routed + 1, 256, ids, members, counts, rows, chosen, routed)
+    most_tiles = pairs // row_tile + min(routed + 1, pairs)
+    tiles = memory.empty((most_tiles, 4), torch.int32)
+    kernels.load(MANY, "plan_tiles")(1, 1024, counts, tiles, rows, routed, row_tile, most_tiles)
+    ready = memory.empty((2, pairs, width), torch.float16)
+    kernels.load(MANY, "prepare_rows")(
+        (-(-width // (4 * BLOCK)), rows), 128, x, ids, table, ready, rows, chosen, routed, handle.hidden, width
+    )
+    logits = _gate_logits(x, handle)
+    if handle.gate is not None:
+        kernels.load(MANY, "shared_gates")(
+            -(-rows // GATE_ROWS), 128, x, handle.hidden, rows, handle.gate, handle.gate.numel(), handle.gate_bias,
+            logits,
+        )  # fmt: skip
+    halves, floats = _hidden_values(handle, pairs)
+    kernels.load(MANY_PRODUCTS, "multiply_gate_up", **macros)(
+        (inner_width // BLOCK, most_tiles), 256, table, tiles, members, ready, kernels.Long(pairs * width), width, x,
+        handle.hidden, chosen + 1, halves, floats, inner_width, shared=shared,
+    )  # fmt: skip
+    terms = ready.view(torch.float32).view(pairs, width)
+    kernels.load(MANY_PRODUCTS, "multiply_down", **macros)(
+        (-(-width // (SIDES * BLOCK)), most_tiles), 256, table, tiles, members, halves, floats, inner_width, weights,
+        logits, terms, width, chosen, shared=shared,
+    )  # fmt: skip
+    kernels.load(MANY, "add_terms")(
+        (-(-width // (4 * BLOCK)), rows), 128, terms, ids, y, chosen, routed, handle.hidden, width
+    )
+
+
+def _gate_logits(x: torch.Tensor, handle: ExpertsHandle) -> torch.Tensor:
+    """Room for the shared expert's gate of each row; what is in it, where the linear op computes it."""
+    if handle.gate_linear is None:
+        return memory.empty((len(x),))
+    from isobit.ops.linear.cuda import linear
+
+    return linear(x, handle.gate_linear)
+
+
+def _hidden_values(handle: ExpertsHandle, pairs: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The down projections' inputs, [pairs, inner_width]: halves, and floats where a layer is plain."""
+    shape = (pairs, handle.inner_width)
+    floats = memory.empty(shape) if handle.layers.macros["PLAIN_LAYERS"] else None
+    return memory.empty(shape, torch.float16), floats
+
+
+def _most_rows(handle: ExpertsHandle, chosen: int) -> int:
+    inner_bytes = 6 if handle.layers.macros["PLAIN_LAYERS"] else 2
+    row_bytes = (chosen + 1) * (4 * handle.width + inner_bytes * handle.inner_width) + 4 * (handle.routed + 1)
+    return max(1, MOST_SCRATCH_BYTES // row_bytes)
+
+
+def _row_tile() -> int:
+    """The most rows of one expert in a thread block, from the shared memory of the chip."""
+    return 64 if memory.architecture() in ((0, 0), (8, 6), (8, 9), (12, 0), (12, 1)) else 128
+
+
+def _shared_bytes(macros: dict[str, int], row_tile: int) -> int:
+    widths = macros["THREE_INST_WIDTHS"] | macros["MCG_WIDTHS"] | macros["MUL1_WIDTHS"]
+    tile_bytes = 16 * max(widths.bit_length() - 1, 0)
+    tiles = STAGE_INPUTS // 16 * (BLOCK // 16)
+    stages = STAGES * SIDES * (row_tile * STAGE_INPUTS * 2 + tiles * tile_bytes)
+    return max(stages, SIDES * row_tile * (BLOCK + SUMS_PADDING) * 4)
+
+
+def _place_gate(weights: Linear) -> tuple[torch.Tensor | None, torch.Tensor | None, Any]:
+    if not isinstance(weights, PlainLinear):
+        from isobit.ops.linear.cuda import prepare_linear
+
+        return None, None, prepare_linear(weights)
+    padded = torch.zeros(stored_sizes(weights)[0])
+    padded[: weights.in_features] = torch.from_numpy(weights.weight[0].copy())
+    bias = None if weights.bias is None else memory.to_device(weights.bias)
+    return memory.to_device(padded), bias, None
+
+
+def _check_expert(gate: Linear, up: Linear, down: Linear, hidden: int) -> None:
+    _check_size(gate, hidden, gate.out_features)
+    _check_size(up, hidden, gate.out_features)
+    _check_size(down, gate.out_features, hidden)
+
+
+def _check_size(weights: Linear, inputs: int, outputs: int) -> None:
+    if (weights.in_features, weights.out_features) != (inputs, outputs):
+        raise CheckpointError(
+            f"{weights.name}: {weights.in_features} inputs and {weights.out_features} outputs, "
+            f"expected {inputs} and {outputs}"
+        )

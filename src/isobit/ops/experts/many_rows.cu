@@ -1,0 +1,125 @@
+// The steps around the products of many rows: pairs sorted by expert, inputs, the shared expert's gate, the sum.
+#include "ops/experts/layers.cuh"
+#include "ops/experts/shared_gate.cuh"
+
+constexpr int SORT_THREADS = 256;
+constexpr int PLAN_THREADS = 1024;
+
+// members[expert * rows + i]: the pairs of each expert by ascending row; counts[expert]. One block an expert.
+extern "C" __global__ void __launch_bounds__(SORT_THREADS) sort_pairs(
+    const int* ids, int* members, int* counts, int rows, int chosen, int experts) {
+    __shared__ int warp_counts[2][SORT_THREADS / WARP];
+    const int expert = blockIdx.x, lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+    int* list = members + static_cast<int64>(expert) * rows;
+    if (expert == experts) {
+        for (int row = threadIdx.x; row < rows; row += SORT_THREADS) list[row] = row * (chosen + 1) + chosen;
+        if (threadIdx.x == 0) counts[expert] = rows;
+        return;
+    }
+    int count = 0, turn = 0;
+    for (int begin = 0; begin < rows * chosen; begin += SORT_THREADS, turn ^= 1) {
+        const int routed = begin + threadIdx.x;
+        const bool same = routed < rows * chosen && ids[routed] == expert;
+        const unsigned lanes = ballot(same);
+        if (lane == 0) warp_counts[turn][warp] = popcount(lanes);
+        __syncthreads();
+        int before = count;
+        for (int other = 0; other < SORT_THREADS / WARP; other++) {
+            before += other < warp ? warp_counts[turn][other] : 0;
+            count += warp_counts[turn][other];
+        }
+        if (same)
+            list[before + popcount(lanes & ((1u << lane) - 1))] = routed / chosen * (chosen + 1) + routed % chosen;
+    }
+    if (threadIdx.x == 0) counts[expert] = count;
+}
+
+// Cut each expert's rows into tiles of about equal size, at most row_tile rows; tiles after the last, up to `most`, are
+// empty. One block.
+extern "C" __global__ void __launch_bounds__(PLAN_THREADS) plan_tiles(
+    const int* counts, RowTile* tiles, int rows, int experts, int row_tile, int most) {
+    __shared__ int ends[2][PLAN_THREADS];
+    int begin = 0;
+    for (int first = 0; first <= experts; first += PLAN_THREADS) {
+        const int expert = first + threadIdx.x;
+        const int count = expert <= experts ? counts[expert] : 0;
+        const int parts = (count + row_tile - 1) / row_tile;
+        int turn = 0;
+        ends[0][threadIdx.x] = parts;
+        __syncthreads();
+        for (int step = 1; step < PLAN_THREADS; step *= 2, turn ^= 1) {
+            const int before = threadIdx.x >= step ? ends[turn][threadIdx.x - step] : 0;
+            ends[turn ^ 1][threadIdx.x] = ends[turn][threadIdx.x] + before;
+            __syncthreads();
+        }
+        const int end = begin + ends[turn][threadIdx.x];
+        const int size = parts ? (count + parts - 1) / parts : 0;
+        for (int i = 0; i < parts; i++) {
+            const int at = i * size;
+            tiles[end - parts + i] = {expert, expert * rows + at, smaller(size, count - at), 0};
+        }
+        begin += ends[turn][PLAN_THREADS - 1];
+        __syncthreads();
+    }
+    for (int i = begin + threadIdx.x; i < most; i += PLAN_THREADS) tiles[i] = {0, 0, 0, 0};
+}
+
+// x [rows, hidden] -> each pair's inputs of gate and up: ready [2][pairs, width].
+// grid (blocks of 128 inputs / 4, rows), 4 warps, each a block of the row for all its experts.
+extern "C" __global__ void __launch_bounds__(4 * WARP) prepare_rows(
+    const float* x, const int* ids, const Layer* layers, half_bits* ready, int rows, int chosen, int experts,
+    int hidden, int width) {
+    const int block = blockIdx.x * 4 + threadIdx.x / WARP, row = blockIdx.y, lane = threadIdx.x % WARP;
+    if (block * BLOCK >= width) return;
+    float values[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const int k = block * BLOCK + 4 * lane + i;
+        values[i] = k < hidden ? x[static_cast<int64>(row) * hidden + k] : 0.0f;
+    }
+    const int64 pairs = static_cast<int64>(rows) * (chosen + 1);
+    for (int choice = 0; choice <= chosen; choice++) {
+        const int64 pair = static_cast<int64>(row) * (chosen + 1) + choice;
+        const int expert = choice == chosen ? experts : ids[row * chosen + choice];
+        for (int projection = GATE; projection <= UP; projection++) {
+            const Layer& layer = layer_of(layers, expert, projection);
+            if (layer.format != PLAIN)
+                write_input(layer, block, values, lane, ready + (projection * pairs + pair) * width);
+        }
+    }
+}
+
+// grid ceil(rows / 32), 128 threads.
+extern "C" __global__ void __launch_bounds__(GATE_THREADS) shared_gates(
+    const float* x, int hidden, int rows, const float* weights, int inputs, const float* bias, float* logits) {
+    shared_gate_logits(x, hidden, rows, blockIdx.x * GATE_ROWS, weights, inputs, bias, logits);
+}
+
+// terms [pairs, width] -> y [rows, hidden]. grid (ceil(width / 512), rows), 128 threads of 4 columns.
+extern "C" __global__ void __launch_bounds__(128) add_terms(
+    const float* terms, const int* ids, float* y, int chosen, int experts, int hidden, int width) {
+    const int row = blockIdx.y, column = 4 * (blockIdx.x * 128 + threadIdx.x);
+    if (column >= width) return;
+    ShardedSum sums[4] = {ShardedSum(experts), ShardedSum(experts), ShardedSum(experts), ShardedSum(experts)};
+    const float* source = terms + static_cast<int64>(row) * (chosen + 1) * width + column;
+#pragma unroll 4
+    for (int choice = 0; choice < chosen; choice++) {
+        const float4 term = load4(source + static_cast<int64>(choice) * width);
+        const int expert = ids[row * chosen + choice];
+        sums[0].add(expert, term.x);
+        sums[1].add(expert, term.y);
+        sums[2].add(expert, term.z);
+        sums[3].add(expert, term.w);
+    }
+    const float4 shared = load4(source + static_cast<int64>(chosen) * width);
+    const float values[4] = {sums[0].with_shared(shared.x), sums[1].with_shared(shared.y),
+                             sums[2].with_shared(shared.z), sums[3].with_shared(shared.w)};
+    float* place = y + static_cast<int64>(row) * hidden + column;
+    if (hidden % 4 == 0 && column < hidden) {
+        *reinterpret_cast<float4*>(place) = make_float4(values[0], values[1], values[2], values[3]);
+        return;
+    }
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+        if (column + i < hidden) place[i] = values[i];
+}

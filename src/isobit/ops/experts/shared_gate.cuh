@@ -1,0 +1,75 @@
+// The shared expert's gate, a plain layer of one output: the CPU's float32 chain, one lane a row.
+#pragma once
+#include "ops/experts/layers.cuh"
+
+constexpr int GATE_ROWS = 32;
+constexpr int GATE_THREADS = 128, GATE_WARPS = GATE_THREADS / WARP;
+constexpr int GATE_LOADS = GATE_ROWS / GATE_WARPS;
+
+struct GateInputs {
+    float rows[GATE_ROWS][BLOCK + 1];  // lanes read a column without conflicts
+    float weights[BLOCK];
+};
+
+// A warp's part of 128 inputs: rows warp, warp + 4, ... and, of the weights, 32.
+struct GateLoads {
+    float rows[GATE_LOADS][4];
+    float weight;
+
+    __device__ __forceinline__ void load(const float* x, int hidden, int rows_left, const float* weights, int inputs,
+                                         int first, int warp, int lane) {
+#pragma unroll
+        for (int i = 0; i < GATE_LOADS; i++) {
+            const int row = warp + GATE_WARPS * i;
+            if (row >= rows_left) continue;
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                const int k = first + WARP * j + lane;
+                rows[i][j] = k < hidden ? x[static_cast<int64>(row) * hidden + k] : 0.0f;
+            }
+        }
+        const int k = first + WARP * warp + lane;
+        weight = k < inputs ? weights[k] : 0.0f;
+    }
+    __device__ __forceinline__ void store(GateInputs& to, int rows_left, int warp, int lane) const {
+#pragma unroll
+        for (int i = 0; i < GATE_LOADS; i++) {
+            const int row = warp + GATE_WARPS * i;
+            if (row >= rows_left) continue;
+#pragma unroll
+            for (int j = 0; j < 4; j++) to.rows[row][WARP * j + lane] = rows[i][j];
+        }
+        to.weights[WARP * warp + lane] = weight;
+    }
+};
+
+// logits of up to 32 rows from `first_row` on: x [rows, hidden] times weights [inputs], inputs a multiple of 16.
+DEVICE void shared_gate_logits(const float* x, int hidden, int rows, int first_row, const float* weights, int inputs,
+                               const float* bias, float* logits) {
+    __shared__ GateInputs staged;
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+    const int rows_left = smaller(rows - first_row, GATE_ROWS);
+    if (rows_left <= 0) return;
+    const float* source = x + static_cast<int64>(first_row) * hidden;
+    GateLoads loads;
+    loads.load(source, hidden, rows_left, weights, inputs, 0, warp, lane);
+    Chains<1> chain;
+    for (int first = 0; first < inputs; first += BLOCK) {
+        __syncthreads();
+        loads.store(staged, rows_left, warp, lane);
+        __syncthreads();
+        if (first + BLOCK < inputs)
+            loads.load(source, hidden, rows_left, weights, inputs, first + BLOCK, warp, lane);
+        if (first) chain.close(first / BLOCK, inputs);
+        const int count = smaller(BLOCK, inputs - first);
+        if (threadIdx.x < rows_left) {
+#pragma unroll 16
+            for (int k = 0; k < count; k++)
+                chain.sums[0] = fma32(staged.rows[lane][k], staged.weights[k], chain.sums[0]);
+        }
+    }
+    if (threadIdx.x < rows_left) {
+        const float logit = chain.result(0);
+        logits[first_row + threadIdx.x] = bias ? logit + bias[0] : logit;
+    }
+}

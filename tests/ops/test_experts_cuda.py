@@ -1,0 +1,138 @@
+"""The router and the experts on CUDA, emulated: their contract, their definition, tiles, launches that never change."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch", reason="needs the optional package torch")
+
+from isobit.contract.gates import GATES
+from isobit.contract.plans import Sizes
+from isobit.contract.run import cases_of, run_gate
+from isobit.cuda import kernels, memory
+from isobit.errors import CheckpointError
+from isobit.ops.experts import cpu, cuda, cuda_contract
+from isobit.ops.experts.contract import plain_experts, trellis_experts
+from isobit.ops.linear.contract import random_trellis
+from tests.ops.test_experts import some_rows
+
+pytestmark = pytest.mark.usefixtures("emulated_cuda")
+
+SIZES = Sizes((9,), 1)
+HOW = (cuda.FEW_ROWS, cuda.MANY_ROWS)
+
+
+def prepare(host, module=cuda):
+    return module.prepare_experts(host.gate, host.up, host.down, *host.shared, host.shared_expert_gate)
+
+
+def compute(inputs, handle, how):
+    return memory.to_host(cuda.experts(*map(memory.to_device, inputs), handle, how))
+
+
+def problems(op, cases, implementations, gates):
+    for case, implementation, gate in itertools.product(cases, implementations, gates):
+        if problem := run_gate(gate, op, implementation, case, SIZES):
+            yield f"{case.label}, {implementation}, {gate}: {problem}"
+
+
+def test_route_keeps_its_contract():
+    op = cuda_contract.RouteOp()
+    assert not list(problems(op, cases_of(op, wide=False)[2:], op.implementations[1:], GATES))
+
+
+def test_experts_keep_their_contract():
+    op = cuda_contract.ExpertsOp()
+    first, *others, _, mixed, _ = cases_of(op, wide=False)
+    assert not list(problems(op, [first], op.implementations[:2], ["rows", "hygiene"]))
+    assert not list(problems(op, [*others, mixed], op.implementations[:2], ["reference"]))
+    assert not list(problems(op, [first, *others, mixed], ["many_rows"], ["replaces"]))
+
+
+def test_plain_experts_have_the_bytes_of_the_cpu():
+    host = plain_experts(np.random.default_rng(1), 5, 72, 40)
+    inputs = some_rows(np.random.default_rng(2), 11, host, 3)
+    expected = cpu.experts(*inputs, prepare(host, cpu))
+    for how in HOW:
+        assert compute(inputs, prepare(host), how).tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("rows", [8, 9, 64, 65, 130])
+def test_tiles_of_every_size_give_the_bytes_of_a_row_alone(rows):
+    host = trellis_experts(np.random.default_rng(3), 1, 128, 128)
+    handle, inputs = prepare(host), some_rows(np.random.default_rng(rows), rows, host, 1)
+    together = [compute(inputs, handle, how) for how in HOW]
+    assert together[0].tobytes() == together[1].tobytes()
+    last = [array[-1:] for array in inputs]
+    assert compute(last, handle, cuda.FEW_ROWS).tobytes() == together[0][-1:].tobytes()
+
+
+def test_small_passes_change_nothing(monkeypatch):
+    host = plain_experts(np.random.default_rng(4), 4, 48, 32)
+    handle, inputs = prepare(host), some_rows(np.random.default_rng(5), 23, host, 2)
+    expected = compute(inputs, handle, cuda.MANY_ROWS)
+    monkeypatch.setattr(cuda, "MOST_SCRATCH_BYTES", 1)
+    assert compute(inputs, handle, cuda.MANY_ROWS).tobytes() == expected.tobytes()
+
+
+def test_launches_of_few_rows_depend_on_their_number_alone(monkeypatch):
+    host = plain_experts(np.random.default_rng(6), 6, 48, 32)
+    handle, launches = prepare(host), []
+    launch = kernels.Kernel.__call__
+
+    def noted(kernel, grid, block, *arguments, shared=0):
+        launches[-1].append((kernel, grid, block, shared))
+        launch(kernel, grid, block, *arguments, shared=shared)
+
+    monkeypatch.setattr(kernels.Kernel, "__call__", noted)
+    for seed in range(3):
+        launches.append([])
+        compute(some_rows(np.random.default_rng(seed), 7, host, 2), handle, cuda.BY_ROW_COUNT)
+    assert launches[0] == launches[1] == launches[2]
+    assert len(launches[0]) <= 5
+
+
+def test_no_rows_give_no_rows():
+    host = plain_experts(np.random.default_rng(7), 2, 48, 32)
+    x, ids, weights = some_rows(np.random.default_rng(8), 1, host, 2)
+    assert compute((x[:0], ids[:0], weights[:0]), prepare(host), cuda.BY_ROW_COUNT).shape == (0, 48)
+    assert cuda.route(memory.to_device(x[:0]), 3, True)[0].shape == (0, 3)
+
+
+def test_layers_that_do_not_fit_are_refused():
+    rng = np.random.default_rng(9)
+    host = trellis_experts(rng, 2, 128, 128)
+    wide = random_trellis(rng, 128, 256, "mul1", 3)
+    with pytest.raises(CheckpointError, match="expected 128 and 128"):
+        cuda.prepare_experts(host.gate, [host.up[0], wide], host.down, *host.shared, host.shared_expert_gate)
+    with pytest.raises(CheckpointError, match="2 gate, 2 up and 1 down"):
+        cuda.prepare_experts(host.gate, host.up, host.down[:1], *host.shared, host.shared_expert_gate)
+    host.gate[1].suh[3] = np.inf
+    with pytest.raises(CheckpointError, match="suh holds NaN or infinite values"):
+        prepare(host)
+
+
+def test_route_gives_distinct_ascending_ids_even_for_logits_that_are_not_finite():
+    logits = np.random.default_rng(10).standard_normal((6, 40)).astype(np.float32)
+    logits[0], logits[1, ::2], logits[2, 3], logits[3, 5], logits[4] = np.nan, np.nan, np.inf, -np.inf, -np.inf
+    ids, _ = cuda.route(memory.to_device(logits), 7, True)
+    assert np.array_equal(memory.to_host(ids), cpu.route(logits, 7, True)[0])
+
+
+@pytest.mark.parametrize("chosen", [1, 33, 64])
+def test_route_chooses_any_number_among_many_equals(chosen):
+    logits = np.zeros((5, 64), np.float32)
+    logits[1:, 50:] = 1
+    logits[2:] = np.arange(64) // 40
+    logits[3] = np.random.default_rng(11).standard_normal(64)
+    expected = cpu.route(logits, chosen, True)
+    for how in HOW:
+        ids, weights = cuda.route(memory.to_device(logits), chosen, True, how)
+        assert memory.to_host(ids).tobytes() == expected[0].tobytes()
+        assert memory.to_host(weights).tobytes() == expected[1].tobytes()
+
+
+def test_route_refuses_more_than_there_are():
+    with pytest.raises(ValueError, match="9 of 8"):
+        cuda.route(memory.zeros((1, 8)), 9, True)
