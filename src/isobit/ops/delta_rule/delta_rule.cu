@@ -140,7 +140,7 @@ constexpr int VALUES_AT = 2 * PADDED;
 constexpr int GATES_AT = VALUES_AT + GROUP * TILE;
 constexpr int ROW_FLOATS = GATES_AT + 8;  // of a staged row: key, query, values, gates
 
-// The lanes of a column add their pieces of GROUP reads, so that lane `piece` ends with the read of head_of_lane(piece).
+// The lanes of a column add their pieces of GROUP reads; lane `piece` ends with the read of head_of_lane(piece).
 DEVICE float fold_reads(const float (&read)[GROUP], int piece) {
     float folded = read[0];
     if (GROUP == 1) {
@@ -174,14 +174,16 @@ struct RowCopy {
     int64 rest_stride;
     int rest_at;
 
-    __device__ RowCopy(const float* qkv, const float* keys_queries, const float* gates, int64 row, int group, int column) {
+    __device__ RowCopy(const float* qkv, const float* keys_queries, const float* gates, int64 row, int group,
+                       int column) {
         const int lane = threadIdx.x % WARP;
         pair = keys_queries + (row * KEY_HEADS + key_head_of(group * GROUP)) * 2 * PADDED + 4 * lane;
         const int member = lane / (TILE / 4), quad = lane % (TILE / 4) * 4;
         const int half = 4 * (lane - GROUP * (TILE / 4));
         rest = nullptr, rest_at = 0, rest_stride = 0;
         if (member < GROUP && column + quad < VALUE_DIM) {
-            rest = qkv + row * CHANNELS + 2 * KEY_HEADS * KEY_DIM + (group * GROUP + member) * VALUE_DIM + column + quad;
+            const int value_column = (group * GROUP + member) * VALUE_DIM + column + quad;
+            rest = qkv + row * CHANNELS + 2 * KEY_HEADS * KEY_DIM + value_column;
             rest_at = VALUES_AT + member * TILE + quad, rest_stride = CHANNELS;
         } else if (half == 0 || half == 4) {
             rest = gates + (row * (VALUE_HEADS / GROUP) + group) * 8 + half;
