@@ -13,7 +13,7 @@ import uvicorn
 
 from isobit.engine.lane import token_hash
 from isobit.serve.app import ServerOptions, create_app
-from isobit.serve.server import bind
+from isobit.serve.server import bind, configuration
 from tests.serve.fake_engine import END, FakeEngine
 
 BODY_LIMIT = 1 << 20
@@ -23,7 +23,7 @@ PROMPT = {"prompt": "hi"}
 @contextmanager
 def serving(engine: FakeEngine, max_tokens: int | None = None) -> Iterator[httpx.Client]:
     app = create_app(engine, ServerOptions("fake", max_tokens, BODY_LIMIT))  # type: ignore[arg-type]
-    server = uvicorn.Server(uvicorn.Config(app, http="h11", log_level="critical"))
+    server = uvicorn.Server(configuration(app))
     bound = bind("127.0.0.1", 0)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
     thread.start()
@@ -353,3 +353,59 @@ def test_metrics_count_tokens_and_outcomes():
         "isobit_prompt_tokens_per_second_sum 10.0",
     ):
         assert line in text.split("\n")
+
+
+FRAMING = {
+    "TLS": (b"\x16\x03\x01\x02\x00\x01\x00\r\n\r\n", 400, "illegal request line"),
+    "no version": (b"GET /health\r\n\r\n", 400, "illegal request line"),
+    "no host": (b"GET /health HTTP/1.1\r\n\r\n", 400, "Host"),
+    "a header without a colon": (b"GET /health HTTP/1.1\r\nHost x\r\n\r\n", 400, "illegal header line"),
+    "two lengths": (
+        b"GET / HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n",
+        400,
+        "Content-Length",
+    ),
+    "a head without end": (b"GET / HTTP/1.1\r\nX: " + b"x" * 200_000, 431, "too long"),
+    "no chunk": (b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n", 400, "chunk"),
+    "an encoding": (b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: gzip\r\n\r\n", 501, "chunked"),
+}
+
+
+def raw(client: httpx.Client, sent: bytes) -> bytes:
+    """All that comes back until the server closes the connection."""
+    with socket.create_connection((client.base_url.host, client.base_url.port), 10) as connection:
+        connection.sendall(sent)
+        answer = b""
+        while piece := _piece(connection):
+            answer += piece
+        return answer
+
+
+def _piece(connection: socket.socket) -> bytes:
+    try:
+        return connection.recv(65536)
+    except ConnectionResetError:
+        return b""
+
+
+@pytest.mark.parametrize(("sent", "status", "said"), FRAMING.values(), ids=FRAMING)
+def test_bytes_that_are_no_http_get_an_error_body_too(client, sent, status, said):
+    head, _, body = raw(client, sent).partition(b"\r\n\r\n")
+    error = json.loads(body)["error"]
+    assert head.startswith(f"HTTP/1.1 {status} ".encode())
+    assert b"application/json" in head
+    assert said in error["message"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert "\n" not in error["message"]
+
+
+def test_a_body_that_goes_wrong_after_its_answer_is_no_defect(client, caplog):
+    head = b"POST /nowhere HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n1\r\na\r\n"
+    with socket.create_connection((client.base_url.host, client.base_url.port), 10) as connection:
+        connection.sendall(head)
+        assert connection.recv(65536).startswith(b"HTTP/1.1 404")
+        connection.sendall(b"no chunk\r\n")
+        while _piece(connection):
+            pass
+    assert "Traceback" not in caplog.text
+    assert [record.levelname for record in caplog.records if record.exc_info] == []

@@ -12,6 +12,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from isobit.errors import IsobitError
+from isobit.serve.framing import OpenAIFraming
 
 if TYPE_CHECKING:
     from isobit.serve.app import Service
@@ -42,21 +43,20 @@ def url_of(bound: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
+def configuration(app: FastAPI) -> uvicorn.Config:
+    """How the application is served."""
+    return uvicorn.Config(
+        app, http=OpenAIFraming, ws="none", log_level="warning", access_log=False, server_header=False
+    )
+
+
 def run(app: FastAPI, bound: socket.socket, grace: float, on_ready: Callable[[], None], stop_with_stdin: bool) -> None:
     """Serve until SIGTERM or SIGINT, or until standard input ends if `stop_with_stdin`.
 
     Running replies then get `grace` seconds to finish, and new requests get 503. on_ready is called once connections
     are accepted.
     """
-    config = uvicorn.Config(
-        app,
-        http="h11",
-        ws="none",
-        log_level="warning",
-        access_log=False,
-        server_header=False,
-    )
-    server = _Server(config, grace, on_ready)
+    server = _Server(configuration(app), grace, on_ready)
     if stop_with_stdin:
         threading.Thread(target=_stop_at_end_of_stdin, args=(server,), daemon=True).start()
     # uvicorn raises the signal again when it is done: SIGTERM then ends the process as a success.
