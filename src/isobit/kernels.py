@@ -1,4 +1,4 @@
-"""Settings of the kernel compiler, made before it is imported: where compiled kernels are kept, how threads wait."""
+"""Settings of the kernel compiler, made before it is imported: where compiled kernels are kept."""
 
 import atexit
 import hashlib
@@ -38,13 +38,11 @@ def cache_folder() -> Path:
 
 @cache
 def configure() -> Path:
-    """Point the compiler at this version's cache and let waiting threads sleep; returns the cache's folder.
+    """Point the compiler at this version's cache; returns the cache's folder.
 
     Where that cannot be written it is a temporary folder, removed when the process ends. Raises IsobitError when there
     is none either.
     """
-    # OpenMP threads that spin at a barrier stall each other whenever other processes use the cores.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     # Numba knows a cached kernel by its own file alone, so an edit to a function that it inlines would go unseen.
     folder = _writable(cache_folder())
     os.environ["NUMBA_CACHE_DIR"] = str(folder)

@@ -11,7 +11,7 @@ from isobit.ops.experts import cpu
 from isobit.ops.experts.contract import plain_experts, trellis_experts
 from isobit.ops.experts.cpu import experts, prepare_experts, route
 from isobit.ops.experts.product import IN_PANELS, ROW_BY_ROW
-from isobit.ops.linear import cpu as linear_cpu
+from isobit.ops.linear import parallel
 from isobit.ops.linear.contract import adversarial_rows, random_trellis
 from isobit.ops.linear.cpu import linear, prepare_linear
 
@@ -120,8 +120,8 @@ def test_any_number_of_parts_gives_the_same(parts, monkeypatch):
     host, handle = prepared("mixed and padded")
     x, ids, weights = some_rows(rng, 40, host, 3)
     expected = experts(x, ids, weights, handle)
-    monkeypatch.setattr(linear_cpu, "threads", lambda: parts)
-    monkeypatch.setattr(linear_cpu, "SMALL_WORK", 0)
+    monkeypatch.setattr(parallel, "threads", lambda: parts)
+    monkeypatch.setattr(parallel, "LONG_WORK", 0)
     for rows in (1, 5, 40):
         assert experts(x[:rows], ids[:rows], weights[:rows], handle).tobytes() == expected[:rows].tobytes()
 

@@ -12,10 +12,11 @@ from isobit.checkpoint.trellis import codebook_values, dequantize_inner, tile_to
 from isobit.checkpoint.weights import CODEBOOKS, PlainLinear
 from isobit.errors import CheckpointError
 from isobit.ops import set_threads
-from isobit.ops.linear import cpu
+from isobit.ops.linear import cpu, parallel
 from isobit.ops.linear.contract import adversarial_rows, all_formats, random_plain, random_trellis
 from isobit.ops.linear.cpu import IN_PANELS, ROW_BY_ROW, linear, prepare_linear
 from isobit.ops.linear.tiles import BFLOAT16, FLOAT16, FLOAT32, tile_format, trellis_format
+from isobit.ops.work import forced_pieces
 
 from . import naive_linear
 
@@ -114,14 +115,14 @@ def test_passes_of_few_rows_change_nothing(monkeypatch):
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 4, 6, 16])
 def test_any_number_of_parts_covers_every_output(parts, monkeypatch):
-    monkeypatch.setattr(cpu, "threads", lambda: parts)
-    monkeypatch.setattr(cpu, "SMALL_WORK", 0)
+    monkeypatch.setattr(parallel, "threads", lambda: parts)
     for name in ("padded, with bias", "float16"):
         handle = handle_of(name)
         x = adversarial_rows(np.random.default_rng(5), 40, handle.in_features)
         for rows in (1, 3, 40):
             expected = np.concatenate([linear(x[i : i + 1], handle, ROW_BY_ROW) for i in range(rows)])
-            assert linear(x[:rows], handle).tobytes() == expected.tobytes()
+            with forced_pieces(parts):
+                assert linear(x[:rows], handle).tobytes() == expected.tobytes()
 
 
 def test_no_rows_give_no_rows():

@@ -11,9 +11,9 @@ from isobit.ops import buffers
 from isobit.ops.experts import grouping, product
 from isobit.ops.experts.router import route
 from isobit.ops.linear.blocks import BLOCK, FEW_ROWS
-from isobit.ops.linear.cpu import LinearHandle, parts_of, prepare_linear
+from isobit.ops.linear.cpu import LinearHandle, prepare_linear, work_of
 from isobit.ops.linear.memory import place_of
-from isobit.ops.linear.parallel import run_parts
+from isobit.ops.linear.parallel import parts_of, run_parts
 from isobit.ops.linear.product import FIELDS, PANELS_FLOATS
 
 __all__ = ["experts", "prepare_experts", "route"]
@@ -111,7 +111,7 @@ def _experts(
     rows, chosen = ids.shape
     pairs = rows * (chosen + 1)
     decoded = min(pairs, handle.routed + 1)
-    parts = parts_of(-(-pairs // decoded), decoded * handle.row_work // len(_PHASES))
+    parts = parts_of(work_of(-(-pairs // decoded), decoded * handle.row_work // len(_PHASES)))
     pass_rows = min(rows, MOST_PASS_ROWS)
     column_blocks = min(max(1, ROW_BLOCKS // rows), -(-handle.hidden // BLOCK))
     sums_floats = max(min(rows, FEW_ROWS) * handle.most_columns, pass_rows * BLOCK)

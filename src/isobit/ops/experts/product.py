@@ -87,7 +87,7 @@ def pass_rows(plan, count):
     """How many of an expert's `count` rows are computed together."""
     if in_panels(plan, count):
         return field(plan, grouping.PASS_ROWS)
-    return 1 if field(plan, grouping.HOW) == ROW_BY_ROW else min(FEW_ROWS, count)
+    return 1 if field(plan, grouping.HOW) == ROW_BY_ROW else max(min(FEW_ROWS, count), 1)
 
 
 @inlined

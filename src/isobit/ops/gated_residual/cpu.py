@@ -8,7 +8,8 @@ from numba import njit
 from isobit.ops.buffers import empty, flat
 from isobit.ops.gated_residual import blockwise
 from isobit.ops.linear.blocks import BLOCK, ROW_BYTES
-from isobit.ops.linear.cpu import LinearHandle, is_small, linear
+from isobit.ops.linear.cpu import LinearHandle, linear, work_of
+from isobit.ops.linear.parallel import LONG_WORK
 from isobit.ops.linear.product import BIAS, INPUT_SCALES
 from isobit.ops.norm.cpu import group_norm
 from isobit.ops.scalar import fma32
@@ -81,7 +82,8 @@ def gated_read(
         records = [layer.record for layer in (site.down, site.up, site.inject or site.down)]
         inputs = flat(streams), site.norm_weight, np.float32(site.eps), count, *records, site.near_rows
         outputs = flat(mixed), injection.shape[1], flat(injection)
-        run_split(blockwise.read_rows, rows * site.row_work, rows, *inputs, *outputs)
+        work = rows * site.row_work if rows >= MANY_ROWS else 0
+        run_split(blockwise.read_rows, work, rows, *inputs, *outputs)
     else:
         _read_layer_by_layer(streams, site, mixed, injection)
     return mixed, None if site.inject is None else injection
@@ -89,7 +91,7 @@ def gated_read(
 
 def _is_blockwise(rows: int, site: GatedResidual) -> bool:
     """Whether to share the work out by rows, and not each layer's by columns."""
-    return site.plain and (rows >= MANY_ROWS or is_small(rows, site.row_work))
+    return site.plain and (rows >= MANY_ROWS or work_of(rows, site.row_work) < LONG_WORK)
 
 
 def _read_layer_by_layer(streams: np.ndarray, site: GatedResidual, mixed: np.ndarray, injection: np.ndarray) -> None:

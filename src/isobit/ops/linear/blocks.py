@@ -1,5 +1,7 @@
 """The pieces of a linear layer as vector code: rotations, float64 totals, and rows times a decoded panel."""
 
+from itertools import pairwise
+
 from llvmlite import ir
 from numba import cfunc, types
 from numba.core import cgutils
@@ -238,7 +240,7 @@ def _row_groups(rows: int) -> list[tuple[int, int]]:
     """(first row, rows) of the groups that a few rows are taken in, so that each group's chains fit the registers."""
     groups = -(-rows // GROUP_ROWS)
     cuts = [group * rows // groups for group in range(groups + 1)]
-    return [(first, last - first) for first, last in zip(cuts, cuts[1:], strict=False)]
+    return [(first, last - first) for first, last in pairwise(cuts)]
 
 
 @intrinsic

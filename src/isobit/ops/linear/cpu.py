@@ -7,11 +7,11 @@ import numpy as np
 from numba import cfunc, types
 
 from isobit.checkpoint.weights import Exl3Linear, Linear, PlainLinear
-from isobit.ops import buffers, threads
+from isobit.ops import buffers
 from isobit.ops.linear import product
 from isobit.ops.linear.blocks import BLOCK, FEW_ROWS, ROW_BYTES
 from isobit.ops.linear.memory import field, place_of
-from isobit.ops.linear.parallel import run_parts
+from isobit.ops.linear.parallel import parts_of, run_parts
 from isobit.ops.linear.product import (
     COLUMN_UNIT,
     INPUTS,
@@ -35,7 +35,6 @@ __all__ = ["linear", "prepare_linear"]
 BY_ROW_COUNT, ROW_BY_ROW, IN_PANELS, FEW_BY_FEW = 0, 1, 2, 3  # how to compute; the first is what the model uses
 MOST_ROWS = 256  # that one thread prepares at a time; their sums and one block of their inputs fit its cache
 MOST_PREPARED_BYTES = 32 << 20
-SMALL_WORK = 1 << 22  # multiply-adds that are done before a second thread has begun
 DECODING = 8  # what decoding a tile costs, in rows multiplied with it
 
 # Fields of a call's plan.
@@ -49,23 +48,19 @@ PART_FLOATS = 3
 class LinearHandle:
     """A linear layer ready to compute. `record` is for the kernels; `arrays` keeps what it points to alive.
 
-    plans: of calls that were made with few rows, by (rows, parts, how).
+    stored_inputs, stored_outputs: with padding. unit: outputs that one thread must compute together. plans: of calls
+    that were made with few rows, by (rows, parts, how).
     """
 
     in_features: int
     out_features: int
+    stored_inputs: int
+    stored_outputs: int
+    unit: int
     nbytes: int
     record: np.ndarray
     arrays: tuple[np.ndarray, ...]
     plans: dict[tuple[int, int, int], np.ndarray] = field_of(default_factory=dict)
-
-    @property
-    def stored_inputs(self) -> int:
-        return int(self.record[product.TILE_ROWS]) * TILE
-
-    @property
-    def stored_outputs(self) -> int:
-        return int(self.record[TILE_COLUMNS]) * TILE
 
 
 def prepare_linear(weights: Linear) -> LinearHandle:
@@ -84,20 +79,22 @@ def linear(x: np.ndarray, handle: LinearHandle, how: int = BY_ROW_COUNT) -> np.n
     if width != handle.in_features:
         raise ValueError(f"linear: x has {width} columns, expected {handle.in_features}")
     y = buffers.empty((rows, handle.out_features))
-    parts = parts_of(rows, width * handle.out_features)
+    parts = _parts(rows, handle)
     plan = _plan(rows, handle, parts, how)
     run_parts(_PHASES, x, y, handle.record, plan, int(plan[PART_FLOATS]), parts)
     return y
 
 
-def is_small(rows: int, values: int) -> bool:
-    """Whether `rows` rows times a matrix of `values` weights are computed before a second thread has begun."""
-    return (rows + DECODING) * values < SMALL_WORK
+def work_of(rows: int, values: int) -> int:
+    """About how many multiply-adds `rows` rows times a matrix of `values` weights cost, decoding included."""
+    return (rows + DECODING) * values
 
 
-def parts_of(rows: int, values: int) -> int:
-    """Into how many parts to cut the product of `rows` rows and a matrix of `values` weights: 1 or one a thread."""
-    return threads() if pieces_are_forced() or not is_small(rows, values) else 1
+def _parts(rows: int, handle: LinearHandle) -> int:
+    """Into how many parts to cut a call. A few rows are not torn apart: each part would decode all tiles."""
+    if rows <= FEW_ROWS and handle.stored_outputs <= handle.unit and not pieces_are_forced():
+        return 1
+    return parts_of(work_of(rows, handle.in_features * handle.out_features))
 
 
 def _plan(rows: int, handle: LinearHandle, parts: int, how: int) -> np.ndarray:
@@ -130,11 +127,10 @@ def _row_cuts(rows: int, handle: LinearHandle, parts: int) -> int:
 
     Preparing a row costs about as much as 16 outputs.
     """
-    unit = int(handle.record[COLUMN_UNIT])
-    units = -(-handle.stored_outputs // unit)
+    units = -(-handle.stored_outputs // handle.unit)
 
     def cost(cuts: int) -> int:
-        columns = -(-units // (parts // cuts)) * unit
+        columns = -(-units // (parts // cuts)) * handle.unit
         return (-(-rows // cuts) + DECODING) * (columns + 16)
 
     return min((cuts for cuts in range(1, parts + 1) if parts % cuts == 0), key=cost)
@@ -184,7 +180,8 @@ def _handle(
         record[product.BIAS] = arrays[-1].ctypes.data
     nbytes = sum(array.nbytes for array in arrays)
     product.common_fields(record)
-    return LinearHandle(weights.in_features, weights.out_features, nbytes, record, tuple(arrays))
+    sizes = weights.in_features, weights.out_features, shape[0] * TILE, shape[1] * TILE
+    return LinearHandle(*sizes, unit, nbytes, record, tuple(arrays))
 
 
 @inlined

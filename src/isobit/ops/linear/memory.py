@@ -37,6 +37,18 @@ def field(typingctx, record, index):
 
 
 @intrinsic
+def put_field(typingctx, record, index, value):
+    """Write an int64 to number `index` of the record at an address."""
+
+    def codegen(context, builder, signature, args):
+        place = builder.add(args[0], builder.mul(args[1], INDEX(8)))
+        store(builder, args[2], place, align=8)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 3), codegen
+
+
+@intrinsic
 def float_at(typingctx, place):
     """The float32 at an address."""
 

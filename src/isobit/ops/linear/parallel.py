@@ -1,13 +1,24 @@
 """Running a compiled function in parts, one a thread: the one parallel loop of the linear and expert layers."""
 
-from threading import Lock
-
 import numpy as np
-from numba import njit, prange, types
+from numba import njit, types
 
+from isobit.ops import threads
 from isobit.ops.linear.memory import address_of, call
+from isobit.ops.linear.team import Team, are_done, do_parts, put_on_board
+from isobit.ops.work import pieces_are_forced
 
-_one_at_a_time = Lock()  # not every threading layer of Numba lets two threads start parallel loops
+LEAST_WORK = 1 << 19  # multiply-adds that are worth sharing with threads that are near
+LONG_WORK = 1 << 22  # that are worth waking a thread for
+
+_team = Team()
+
+
+def parts_of(work: int) -> int:
+    """Into how many parts to cut so many multiply-adds: 1 or one a thread."""
+    if pieces_are_forced() or work >= LONG_WORK or (work >= LEAST_WORK and threads() > 1 and _team.is_near()):
+        return threads()
+    return 1
 
 
 def run_parts(
@@ -27,12 +38,13 @@ def run_parts(
     Raises MemoryError before anything is written.
     """
     scratch = np.empty(shared_floats + parts * part_floats, np.float32)
-    with _one_at_a_time:
-        _run(phases, x, y, record, plan, scratch, parts)
+    task = phases, x, y, record, plan, scratch, parts
+    if parts == 1 or not _team.run(_run_together, len(phases), parts, *task):
+        _run_alone(*task)
 
 
 # One signature, so that an array of another type is refused and not misread.
-_SIGNATURE = types.void(
+_TASK = (
     types.int64[::1],
     types.float32[:, ::1],
     types.float32[:, ::1],
@@ -43,13 +55,28 @@ _SIGNATURE = types.void(
 )
 
 
-@njit(_SIGNATURE, nogil=True, cache=True, error_model="numpy", parallel=True)
-def _run(phases, x, y, record, plan, scratch, parts):
-    rows, at_x, at_y = x.shape[0], address_of(x), address_of(y)
-    at_record, at_plan, at_scratch = address_of(record), address_of(plan), address_of(scratch)
+@njit(nogil=True, error_model="numpy")
+def _arguments(x, y, record, plan, scratch):
+    places = (address_of(x), address_of(y), address_of(record), address_of(plan), address_of(scratch))
+    return (np.int64(x.shape[0]), *places)
+
+
+@njit(types.void(*_TASK), nogil=True, cache=True, error_model="numpy")
+def _run_alone(phases, x, y, record, plan, scratch, parts):
+    arguments = _arguments(x, y, record, plan, scratch)
     for phase in phases:
-        if parts == 1:
-            call(phase, (rows, at_x, at_y, at_record, at_plan, at_scratch, 0, 1))
-        else:
-            for part in prange(parts):
-                call(phase, (rows, at_x, at_y, at_record, at_plan, at_scratch, part, parts))
+        for part in range(parts):
+            call(phase, (*arguments, part, parts))
+
+
+@njit(types.int64(types.int64[::1], types.int64, types.int64, types.boolean, *_TASK), nogil=True, cache=True)
+def _run_together(board, number, begun, waiting, phases, x, y, record, plan, scratch, parts):
+    place = address_of(board)
+    arguments = _arguments(x, y, record, plan, scratch)
+    for i in range(begun, len(phases)):
+        if not waiting or i > begun:
+            put_on_board(place, number * len(phases) + i, phases[i], arguments, parts)
+            do_parts(place)
+        if not are_done(place, parts):
+            return i
+    return len(phases)

@@ -1,8 +1,8 @@
 """Rows times a stored weight matrix: the two ways a linear layer is computed, with equal bytes.
 
-*Few rows*: tiles are read in the order they lie in; one row's chains take them from registers, a few rows' as soon as
-they are decoded. *In panels*: tile columns are decoded to float32 for 128 inputs, then multiplied with all rows in pairs
-of columns, a group of rows at a time.
+*Few rows*: tiles are read in the order they lie in; one row's chains take them from registers, a few rows' right after
+they are decoded. *In panels*: tile columns are decoded to float32 for 128 inputs, then multiplied with all rows in
+pairs of columns, a group of rows at a time.
 
 Kernels know a layer by the address of its record, int64 fields of which some are addresses in turn.
 """
