@@ -54,14 +54,22 @@ def linear(x: torch.Tensor, handle: LinearHandle, how: int = BY_ROW_COUNT) -> to
     if isinstance(handle, FloatLayer):
         float_rows(x, handle, y)
     elif how == FEW_ROWS or (how == BY_ROW_COUNT and rows <= MOST_FEW_ROWS):
-        (few_trellis_rows if isinstance(handle, TrellisLayer) else few_plain_rows)(x, handle, y)
+        few_rows(x, handle, y)
     else:
         many_rows(x, handle, y, how == OWN_PRODUCT)
     return y
 
 
+def few_rows(x: torch.Tensor, handle: TrellisLayer | HalfLayer, y: torch.Tensor) -> None:
+    """y [R, out_features] of up to 64 rows."""
+    if isinstance(handle, TrellisLayer):
+        few_trellis_rows(x, handle, y)
+    else:
+        few_plain_rows(x, handle, y)
+
+
 def few_trellis_rows(x: torch.Tensor, handle: TrellisLayer, y: torch.Tensor) -> None:
-    """y [R, out_features] of up to 64 rows: rotate, decode and multiply, rotate back."""
+    """The same of a trellis: rotate, decode and multiply, rotate back."""
     rows, width = x.shape
     blocks, tile_columns = handle.input_blocks, handle.stored_outputs // TILE
     operand = memory.empty((handle.stored_inputs // WARP, rows, WARP), torch.float16)
@@ -212,8 +220,8 @@ def float_rows(x: torch.Tensor, handle: FloatLayer, y: torch.Tensor) -> None:
     rows, width = x.shape
     sums = memory.empty((handle.shards, rows, handle.stored_outputs))
     chain = kernels.load("ops/linear/float_chain.cu", "float_chain", BFLOAT16=int(handle.weights.dtype == torch.int16))
-    grid = -(-handle.stored_outputs // CHAIN_OUTPUTS), handle.shards, -(-rows // CHAIN_ROWS)
-    chain(grid, CHAIN_OUTPUTS, handle.weights, x, sums, width, handle.stored_inputs, handle.stored_outputs, rows)
+    blocks = -(-handle.stored_outputs // CHAIN_OUTPUTS), handle.shards, -(-rows // CHAIN_ROWS)
+    chain(blocks, CHAIN_OUTPUTS, handle.weights, x, sums, width, handle.stored_inputs, handle.stored_outputs, rows)
     total = kernels.load("ops/linear/outputs.cu", "sum_outputs")
     grid = -(-handle.out_features // ROW_THREADS), rows
     shape = handle.shards, rows, handle.stored_outputs

@@ -22,14 +22,16 @@ def pass_rows(rows: int) -> int:
 
 
 def stored_rows(rows: int) -> int:
-    """The rows that the arrays of a pass of `rows` rows have: the smallest count of PASS_ROWS that holds them."""
+    """The rows that the arrays of a pass of `rows` rows have: where cuBLAS may run, a count of PASS_ROWS."""
+    if memory.architecture() not in CHECKED_ARCHITECTURES:
+        return rows
     return min((count for count in PASS_ROWS if count >= rows), default=rows)
 
 
 def products(x: torch.Tensor, weights: torch.Tensor, bounds: Bounds, sums: torch.Tensor, own_kernel: bool) -> None:
     """sums [shards, R, N] = x [R, K] weights [N, K]^T over each shard's inputs; one float32 chain an output.
 
-    x and weights are float16, K a multiple of 16, R one of PASS_ROWS. own_kernel: never cuBLAS; changes no byte.
+    x and weights are float16, K a multiple of 16. own_kernel: never cuBLAS; changes no byte.
     """
     rows, inputs = x.shape
     widths = {last - first for first, last in bounds}

@@ -53,6 +53,7 @@ product(const half_bits* x, const half_bits* weights, float* values, int rows, i
         copy_async_commit();
     }
     const int own_row = warp / 4 * WARP_ROWS, own_output = warp % 4 * WARP_OUTPUTS;
+    const bool idle = first_row + own_row >= rows || first_output + own_output >= outputs;
     const int matrix = lane / 8, matrix_row = lane % 8;
     float c[WARP_ROWS / 16][WARP_OUTPUTS / 8][4] = {};
     int stage = 0;
@@ -69,7 +70,7 @@ product(const half_bits* x, const half_bits* weights, float* values, int rows, i
         const ProductStage& own = stages[stage];
 #pragma unroll
         for (int step = 0; step < TILE_INPUTS / STEP; step++) {
-            if (k + step * STEP >= end) break;
+            if (idle || k + step * STEP >= end) break;
             unsigned a[WARP_ROWS / 16][4], b[WARP_OUTPUTS / 16][4];
 #pragma unroll
             for (int i = 0; i < WARP_ROWS / 16; i++) {

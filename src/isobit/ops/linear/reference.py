@@ -1,5 +1,7 @@
 """The linear layer in float64, the rounding of its rotated inputs to half included."""
 
+from collections.abc import Callable
+
 import numpy as np
 
 from isobit.checkpoint.trellis import BLOCK, butterfly, dequantize_inner
@@ -10,6 +12,8 @@ ROUNDING = 2.0**-24
 TINY = 2.0**-148  # a rounding among subnormals
 ROTATION_ROUNDINGS = 11  # seven additions, two products, and the constant's own rounding
 SHARDED_INPUTS, SHARDS = 4096, 4
+
+ChainError = Callable[[np.ndarray, np.ndarray], np.ndarray]  # of |inputs| [R, K] and |weights| [K, N]
 
 
 def linear(x: np.ndarray, weights: Linear) -> np.ndarray:
@@ -40,7 +44,17 @@ def rotated_outputs(sums: np.ndarray, weights: Exl3Linear) -> np.ndarray:
     return y[:, : weights.out_features]
 
 
-def error_limit(x: np.ndarray, x_error: np.ndarray, weights: Linear) -> np.ndarray:
+def fused_chain_error(x: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """How far chains of fused multiply-adds and their shards' sum may be off, given the magnitudes of their terms."""
+    inputs = len(weights)
+    shards = SHARDS if inputs >= SHARDED_INPUTS else 1
+    longest = -(-inputs // shards) + BLOCK
+    return (min(longest, inputs) + shards) * ROUNDING * (x @ weights) + inputs * TINY
+
+
+def error_limit(
+    x: np.ndarray, x_error: np.ndarray, weights: Linear, chain_error: ChainError = fused_chain_error
+) -> np.ndarray:
     """How far the float32 layer may be from `linear(x, weights)` when its own input is within x_error of x.
 
     Every rounding at its worst: float64 [R, out_features]. A rotated input near the middle of two halves may round
@@ -48,13 +62,13 @@ def error_limit(x: np.ndarray, x_error: np.ndarray, weights: Linear) -> np.ndarr
     """
     if not isinstance(weights, Exl3Linear):
         magnitudes = np.abs(weights.weight.T.astype(np.float64))
-        limit = x_error @ magnitudes + _chain_error(np.abs(x) + x_error, magnitudes)
+        limit = x_error @ magnitudes + chain_error(np.abs(x) + x_error, magnitudes)
     else:
-        limit = _trellis_error(x, x_error, weights)
+        limit = _trellis_error(x, x_error, weights, chain_error)
     return limit + ROUNDING * (np.abs(linear(x, weights)) + limit) + TINY
 
 
-def _trellis_error(x: np.ndarray, x_error: np.ndarray, weights: Exl3Linear) -> np.ndarray:
+def _trellis_error(x: np.ndarray, x_error: np.ndarray, weights: Exl3Linear, chain_error: ChainError) -> np.ndarray:
     magnitudes = np.abs(dequantize_inner(weights).astype(np.float64))
     exact = rotated_inputs(x, weights)
     scaled = np.abs(weights.suh.astype(np.float64)) / np.sqrt(BLOCK)
@@ -65,18 +79,11 @@ def _trellis_error(x: np.ndarray, x_error: np.ndarray, weights: Exl3Linear) -> n
     halves = rounded(exact)
     off = np.maximum(np.abs(rounded(exact + doubt) - halves), np.abs(rounded(exact - doubt) - halves))
     sums = halves @ dequantize_inner(weights).astype(np.float64)
-    sum_error = off @ magnitudes + _chain_error(np.abs(halves) + off, magnitudes)
+    sum_error = off @ magnitudes + chain_error(np.abs(halves) + off, magnitudes)
     out_scale = np.abs(weights.svh.astype(np.float64)) / np.sqrt(BLOCK)
     rotation = ROTATION_ROUNDINGS * ROUNDING * _block_sums(np.abs(sums) + sum_error)
     limit = (_block_sums(sum_error) + rotation) * out_scale
     return limit[:, : weights.out_features]
-
-
-def _chain_error(x: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    inputs = len(weights)
-    shards = SHARDS if inputs >= SHARDED_INPUTS else 1
-    longest = -(-inputs // shards) + BLOCK
-    return (min(longest, inputs) + shards) * ROUNDING * (x @ weights) + inputs * TINY
 
 
 def typical_error(x: np.ndarray, x_error: np.ndarray, weights: Linear) -> np.ndarray:

@@ -1,0 +1,53 @@
+"""The row contract of linear on CUDA."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from isobit.cuda import memory
+from isobit.ops.cases import stream_of_row
+from isobit.ops.contract import Case, Outputs, Span, register
+from isobit.ops.device_cases import on_device, to_host
+from isobit.ops.linear import contract, cuda, cuda_reference
+from isobit.ops.linear.contract import adversarial_rows, random_plain
+
+IMPLEMENTATIONS = {"few_rows": cuda.FEW_ROWS, "many_rows": cuda.MANY_ROWS, "own_product": cuda.OWN_PRODUCT}
+
+
+class CudaLinearOp(contract.LinearOp):
+    """Few rows from tiles decoded in registers, many from expanded weights through cuBLAS or the own product."""
+
+    implementations = tuple(IMPLEMENTATIONS)
+    row_edges = (8, 16, 32, cuda.MOST_FEW_ROWS)
+
+    def cases(self, rng: np.random.Generator, full: bool) -> Iterator[Case]:
+        yield from super().cases(rng, full)
+        yield self._case("float16 64x520", adversarial_rows(rng, 11, 64), random_plain(rng, 64, 520, "float16"))
+
+    def begin(self, case: Case) -> Any:
+        return cuda.prepare_linear(case.inputs["weights"])
+
+    def call(self, implementation: str, case: Case, state: Any, plan: Sequence[Span]) -> Outputs:
+        rows, how = stream_of_row(plan), IMPLEMENTATIONS[implementation]
+        most = cuda.MOST_FEW_ROWS if how == cuda.FEW_ROWS else len(rows)
+        pieces = [rows[first : first + most] for first in range(0, len(rows), most)]
+        parts = [cuda.linear(on_device(case.inputs["x"][piece]), state, how) for piece in pieces]
+        return {"y": np.concatenate([to_host({"y": part})["y"] for part in parts])}
+
+    def reference(self, case: Case) -> Outputs:
+        return {"y": cuda_reference.linear(case.inputs["x"], case.inputs["weights"])}
+
+    def error_limit(self, case: Case, reference_outputs: Outputs) -> Outputs:
+        return {"y": cuda_reference.error_limit(case.inputs["x"], case.inputs["weights"])}
+
+    def limits(self) -> list[str]:
+        where = "the emulator: cuBLAS is not run" if memory.is_emulated() else "cuBLAS is compared shape by shape"
+        return [
+            "outputs beyond 2560 of one layer: columns are computed in blocks of 128 that do not meet",
+            f"rows beyond 530: rows are computed in passes; {where}",
+            "infinite and NaN inputs: a request with such values ends with an error",
+        ]
+
+
+register(CudaLinearOp(), device="cuda")

@@ -1,0 +1,164 @@
+"""The linear layer's CUDA kernels, on the emulator or, with ISOBIT_TEST_GPU=1, on a GPU."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from isobit.checkpoint.trellis import dequantize_inner
+from isobit.checkpoint.weights import PlainLinear
+from isobit.errors import CheckpointError
+from isobit.ops.linear import cpu
+from isobit.ops.linear.contract import adversarial_rows, all_formats, random_plain, random_trellis
+
+torch = pytest.importorskip("torch", reason="needs PyTorch: pip install 'isobit[cuda]'")
+
+from isobit.contract.gates import GATES  # noqa: E402
+from isobit.contract.plans import Sizes  # noqa: E402
+from isobit.cuda import memory  # noqa: E402
+from isobit.ops.linear import cuda, cuda_layers, cuda_reference  # noqa: E402
+from isobit.ops.linear.cuda_contract import CudaLinearOp  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("emulated_cuda")
+
+SIZES = Sizes((2, 9), 2)
+CASES = {
+    "padded, with bias": lambda rng: random_trellis(rng, 100, 150, "mul1", 3, bias=True),
+    "4 shards": lambda rng: random_trellis(rng, 4100, 128, "mul1", 3),
+    "several turns": lambda rng: random_trellis(rng, 640, 128, "mcg", 4),
+    "float16, in two parts": lambda rng: random_plain(rng, 70, 41, "float16"),
+    "float16, whole rows": lambda rng: random_plain(rng, 64, 520, "float16"),
+    "4 plain shards": lambda rng: random_plain(rng, 4100, 33, "float16"),
+}
+
+
+def rows_of(name: str, rows: int):
+    rng = np.random.default_rng(2)
+    weights = CASES[name](rng)
+    return adversarial_rows(rng, rows, weights.in_features), weights
+
+
+def on_host(x: np.ndarray, handle, how: int = cuda.BY_ROW_COUNT) -> np.ndarray:
+    return memory.to_host(cuda.linear(memory.to_device(x), handle, how))
+
+
+class SmallLinearOp(CudaLinearOp):
+    """Without the larger row counts at which kernels change: the contract runs those."""
+
+    row_edges = (8,)
+
+
+@pytest.mark.parametrize("name", ["padded, with bias", "float16, in two parts"])
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("implementation", ["few_rows", "many_rows"])
+def test_gates(implementation, gate, name):
+    op = SmallLinearOp()
+    x, weights = rows_of(name, 10)
+    assert GATES[gate](op, implementation, op._case(name, x, weights), np.random.default_rng(3), SIZES) is None
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_values_and_bytes_of_every_kind(name):
+    op = CudaLinearOp()
+    x, weights = rows_of(name, 19)
+    case = op._case(name, x, weights)
+    for gate in ("reference", "replaces"):
+        assert GATES[gate](op, "many_rows", case, np.random.default_rng(3), SIZES) is None
+
+
+@pytest.mark.parametrize(("codebook", "bits"), all_formats())
+def test_every_format_decodes_to_its_values(codebook, bits):
+    weights = random_trellis(np.random.default_rng(4), 128, 128, codebook, bits)
+    decoded = memory.to_host(cuda.expanded(cuda.prepare_linear(weights)))
+    assert decoded.tobytes() == np.ascontiguousarray(dequantize_inner(weights).T).tobytes()
+
+
+@pytest.mark.parametrize("rows", [1, 16, 17, 40, 64])
+def test_few_rows_have_the_bytes_of_many(rows):
+    x, weights = rows_of("several turns", 65)
+    handle = cuda.prepare_linear(weights)
+    many = on_host(x, handle, cuda.MANY_ROWS)
+    assert on_host(x[:rows], handle, cuda.FEW_ROWS).tobytes() == many[:rows].tobytes()
+
+
+@pytest.mark.parametrize("turns", [1, 2, 3])
+@pytest.mark.parametrize("columns", [1, 3])
+def test_the_shape_of_a_block_changes_nothing(turns, columns, monkeypatch):
+    x, weights = rows_of("several turns", 3)
+    handle = cuda.prepare_linear(weights)
+    expected = on_host(x, handle)
+    monkeypatch.setattr(cuda, "few_rows_shape", lambda tile_columns, chunks, row_tiles: (columns, turns))
+    assert on_host(x, handle).tobytes() == expected.tobytes()
+
+
+def test_passes_of_few_rows_change_nothing(monkeypatch):
+    x, weights = rows_of("float16, in two parts", 200)
+    handle = cuda.prepare_linear(weights)
+    expected = on_host(x, handle)
+    monkeypatch.setattr(cuda.cuda_products, "PASS_ROWS", (128,))
+    assert on_host(x, handle).tobytes() == expected.tobytes()
+
+
+def test_inputs_that_lie_off_16_bytes_are_read_whole():
+    x, weights = rows_of("float16, whole rows", 4)
+    handle = cuda.prepare_linear(weights)
+    flat = memory.zeros((x.size + 1,))
+    shifted = flat[1:].view(x.shape)
+    shifted.copy_(memory.to_device(x))
+    assert memory.to_host(cuda.linear(shifted, handle)).tobytes() == on_host(x, handle).tobytes()
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "float32"])
+@pytest.mark.parametrize(("inputs", "outputs", "rows"), [(150, 41, 11), (4100, 3, 2), (33, 130, 1)])
+def test_weights_that_half_cannot_hold_have_the_bytes_of_the_cpu(kind, inputs, outputs, rows):
+    rng = np.random.default_rng(5)
+    weights = random_plain(rng, inputs, outputs, kind)
+    weights = replace(weights, weight=weights.weight * np.float32(2.0**-30))
+    x = adversarial_rows(rng, rows, inputs)
+    handle = cuda.prepare_linear(weights)
+    assert isinstance(handle, cuda_layers.FloatLayer)
+    assert on_host(x, handle).tobytes() == cpu.linear(x, cpu.prepare_linear(weights)).tobytes()
+
+
+def test_two_parts_keep_the_inputs_to_22_bits():
+    weights = PlainLinear("router", np.ones((1, 16), np.float32))
+    x = np.zeros((1, 16), np.float32)
+    x[0, 0], x[0, 1] = 1 + 2.0**-20, -1
+    assert on_host(x, cuda.prepare_linear(weights))[0, 0] == np.float32(2.0**-20)
+
+
+def test_counters_are_zero_after_a_call():
+    x, weights = rows_of("4 shards", 3)
+    handle = cuda.prepare_linear(weights)
+    on_host(x, handle)
+    assert not memory.to_host(handle.counters).any()
+
+
+def test_no_rows_give_no_rows():
+    _, weights = rows_of("padded, with bias", 1)
+    assert on_host(np.empty((0, 100), np.float32), cuda.prepare_linear(weights)).shape == (0, 150)
+
+
+def test_a_step_may_be_off_by_what_the_limit_says():
+    x = np.ones((1, 16))
+    limit = cuda_reference.step_chain_error(x, np.ones((16, 1)))
+    assert limit[0, 0] > 16 * 2.0**-23
+
+
+def test_rows_of_another_type_or_width_are_refused():
+    _, weights = rows_of("padded, with bias", 1)
+    handle = cuda.prepare_linear(weights)
+    with pytest.raises(TypeError):
+        cuda.linear(memory.zeros((2, 100), torch.float64), handle)
+    with pytest.raises(TypeError):
+        cuda.linear(memory.zeros((100, 2)).T, handle)
+    with pytest.raises(ValueError, match="expected 100"):
+        cuda.linear(memory.zeros((1, 101)), handle)
+
+
+def test_tensors_that_do_not_fit_are_refused():
+    weights = random_trellis(np.random.default_rng(8), 128, 128, "mul1", 3)
+    with pytest.raises(CheckpointError, match="suh"):
+        cuda.prepare_linear(replace(weights, suh=weights.suh[:-1]))
+    with pytest.raises(CheckpointError, match="weight holds NaN"):
+        cuda.prepare_linear(PlainLinear("mlp", np.array([[1.0, np.nan]], np.float32)))
