@@ -1,43 +1,107 @@
 """Gated residual streams on CUDA."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 
 from isobit.cuda import kernels, memory
 from isobit.ops.linear import cuda as linear_layer
+from isobit.ops.linear.cuda_layers import TILE, HalfLayer, LinearHandle
 from isobit.ops.norm.cuda import MANY_ROWS_WARPS, MOST_FEW_ROWS, WARP, group_norm, held_values
 
 __all__ = ["add_streams", "expand_streams", "gated_read", "gated_write", "prepare_gated_residual"]
 
+BY_ROW_COUNT, LAYER_BY_LAYER, FEW_ROWS, MANY_ROWS = 0, 1, 2, 3  # how to read; the first is what the model uses
 STREAMS, LAYERS = "ops/gated_residual/streams.cu", "ops/gated_residual/layers.cu"
+DOWN, MIX = "ops/gated_residual/down.cu", "ops/gated_residual/mix.cu"
 THREADS = 256
+ROW_TILE, MOST_OWN_ROWS = 8, 8  # rows of a product's operand; up to how many rows each block activates them itself
+DOWN_ROWS, DOWN_TILES = 64, 21  # of a block of down.cu
+DOWN_SHARED = (3 * DOWN_TILES * 4 + 2 * ROW_TILE * 4) * WARP * 16  # bytes
+MIX_COLUMNS, MIX_ROW_TILES = 4, 8  # tiles of a unit of mix.cu
+MOST_STEPS = 24  # of 16 inputs of `up`, whose weights a lane holds
+MOST_STREAMS = 8
+EMULATED_SHARED = 256 << 10
 
 
 @dataclass(frozen=True)
 class GatedResidual:
-    """One read site: norm_weight float32 [S*H] on the device, and its linear layers."""
+    """One read site: norm_weight float32 [S*H] on the device, and its linear layers.
+
+    inject_at: where `down` gives inject's outputs after its own, both in one layer that the kernels of whole reads
+    take; None where the layers stay apart.
+    """
 
     norm_weight: torch.Tensor
-    down: linear_layer.LinearHandle
-    up: linear_layer.LinearHandle
-    inject: linear_layer.LinearHandle | None
+    down: LinearHandle
+    up: LinearHandle
+    inject: LinearHandle | None
     streams: int
     eps: float
+    rank: int
+    writes: bool
+    inject_at: int | None
+
+    @property
+    def hidden(self) -> int:
+        return self.norm_weight.numel() // self.streams
+
+    @property
+    def defines(self) -> dict[str, int]:
+        """The macros that make the kernels of whole reads those of this site."""
+        steps = -(-self.rank // TILE)
+        return {"STREAMS": self.streams, "HIDDEN": self.hidden, "STEPS": steps}
+
+    @property
+    def mix_shared(self) -> int:
+        """Bytes that a block of mix_many shares."""
+        steps = self.defines["STEPS"]
+        return steps * WARP * (MIX_COLUMNS * self.streams * 16 + MIX_ROW_TILES * 8)
 
 
 def prepare_gated_residual(
     norm_weight: np.ndarray,
-    down: linear_layer.LinearHandle,
-    up: linear_layer.LinearHandle,
-    inject: linear_layer.LinearHandle | None,
+    down: LinearHandle,
+    up: LinearHandle,
+    inject: LinearHandle | None,
     streams: int,
     eps: float,
 ) -> GatedResidual:
     """A read site from its norm weight [S*H] and linear handles; `inject` is None where nothing is written back."""
     weight = memory.to_device(np.asarray(norm_weight, np.float32))
-    return GatedResidual(weight, down, up, inject, streams, float(eps))
+    rank, writes = down.out_features, inject is not None
+    inject_at = None
+    if isinstance(down, HalfLayer) and _are_read_whole(down, up, inject, streams, weight.numel()):
+        inject_at = down.stored_outputs
+        down, inject = _joined(down, inject, streams), None
+    return GatedResidual(weight, down, up, inject, streams, float(eps), rank, writes, inject_at)
+
+
+def _are_read_whole(down: HalfLayer, up: LinearHandle, inject: LinearHandle | None, streams: int, width: int) -> bool:
+    """Whether the kernels of whole reads take a site's layers."""
+    layers = [down, up] if inject is None else [down, up, inject]
+    if any(not isinstance(layer, HalfLayer) or layer.bias is not None for layer in layers):
+        return False
+    parts = [layer.parts for layer in layers if isinstance(layer, HalfLayer)]
+    whole = width % (streams * TILE) == 0 and up.stored_inputs <= MOST_STEPS * TILE and streams <= MOST_STREAMS
+    return whole and parts == [2, 1, 2][: len(parts)]
+
+
+def _joined(down: HalfLayer, inject: LinearHandle | None, streams: int) -> HalfLayer:
+    """One layer of down's outputs, zeros up to whole tiles, and inject's: an output's bytes depend on no other."""
+    fragments, outputs = down.fragments, down.stored_outputs
+    if isinstance(inject, HalfLayer):
+        fragments = torch.cat([fragments, inject.fragments])
+        outputs += streams
+    return replace(
+        down,
+        out_features=outputs,
+        stored_outputs=TILE * len(fragments),
+        fragments=fragments,
+        counters=memory.zeros((2 * len(fragments),), torch.int32),
+    )
 
 
 def expand_streams(x: torch.Tensor, streams: int) -> torch.Tensor:
@@ -50,27 +114,123 @@ def expand_streams(x: torch.Tensor, streams: int) -> torch.Tensor:
     return out
 
 
-def gated_read(streams: torch.Tensor, site: GatedResidual) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What a block reads and how it writes back: [R, S, H] -> input [R, H], injection [R, S] or None."""
-    return _read_layer_by_layer(streams, site)
+def gated_read(
+    streams: torch.Tensor, site: GatedResidual, inverse: torch.Tensor | None = None, how: int = BY_ROW_COUNT
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What a block reads and how it writes back: [R, S, H] -> input [R, H], injection [R, S] or None.
 
-
-def _read_layer_by_layer(streams: torch.Tensor, site: GatedResidual) -> tuple[torch.Tensor, torch.Tensor | None]:
-    rows, count, hidden = streams.shape
-    mixed = memory.empty((rows, hidden))
-    injection = None if site.inject is None else memory.empty((rows, count))
+    inverse: what `gated_write_normed` returned when it wrote the streams, float32 [R, S]; spares their norms. `how` is
+    for the contract and changes no byte; raises KeyError when the site's layers or the device rule it out.
+    """
+    rows = len(streams)
+    mixed = memory.empty((rows, site.hidden))
+    injection = memory.empty((rows, site.streams)) if site.writes else None
     if not rows:
         return mixed, injection
+    if how == BY_ROW_COUNT:
+        how = FEW_ROWS if rows <= MOST_FEW_ROWS else MANY_ROWS
+        if not _can_read(site, how):
+            how = LAYER_BY_LAYER
+    if not _can_read(site, how):
+        raise KeyError("the site's layers are read one by one on this device")
+    if how == MANY_ROWS:
+        _read_many_rows(streams, site, inverse, mixed, injection)
+    else:
+        (_read_few_rows if how == FEW_ROWS else _read_layer_by_layer)(streams, site, mixed, injection)
+    return mixed, injection
+
+
+def _can_read(site: GatedResidual, how: int) -> bool:
+    """Whether a site can be read so: many rows need much shared memory."""
+    if how == LAYER_BY_LAYER:
+        return True
+    needed = max(DOWN_SHARED, site.mix_shared) if how == MANY_ROWS else 0
+    return site.inject_at is not None and needed <= _shared_memory()
+
+
+def _shared_memory() -> int:
+    """The most bytes that a block can share."""
+    if memory.is_emulated():
+        return EMULATED_SHARED
+    properties: Any = torch.cuda.get_device_properties(memory.device())
+    return int(properties.shared_memory_per_block_optin)
+
+
+def _read_few_rows(
+    streams: torch.Tensor, site: GatedResidual, mixed: torch.Tensor, injection: torch.Tensor | None
+) -> None:
+    """Up to 64 rows in three or four launches: norm, down with inject, for more rows silu, up with the mix."""
+    rows, count, hidden = streams.shape
     normed = group_norm(streams, site.norm_weight, count, site.eps)
-    wide = normed.view(rows, count * hidden)
-    low = linear_layer.linear(wide, site.down)
+    sums = linear_layer.linear(normed.view(rows, count * hidden), site.down)
+    low = None if rows <= MOST_OWN_ROWS else _finish_down(sums.view(1, *sums.shape), site, injection)
+    mix = kernels.load(MIX, "mix_few", **site.defines)
+    written = injection if low is None else None
+    arrays = _fragments(site.up), sums, low, normed, mixed, written
+    mix(hidden // TILE, WARP * count, *arrays, rows, sums.shape[1], site.inject_at)
+
+
+def _read_many_rows(
+    streams: torch.Tensor,
+    site: GatedResidual,
+    inverse: torch.Tensor | None,
+    mixed: torch.Tensor,
+    injection: torch.Tensor | None,
+) -> None:
+    """Any number of rows: streams are normed on their way into down, and again where they are mixed."""
+    rows, _, hidden = streams.shape
+    down = site.down
+    if inverse is None:
+        inverse = inverse_norms(streams, site.eps)
+    columns = down.stored_outputs
+    sums = memory.empty((2 * down.shards, rows, columns))
+    kernel = kernels.load(DOWN, "down_many", **site.defines)
+    grid = -(-rows // DOWN_ROWS), down.shards, -(-columns // (TILE * DOWN_TILES))
+    weights = _fragments(down), streams, inverse, site.norm_weight
+    kernel(grid, THREADS, *weights, sums, rows, columns, shared=DOWN_SHARED)
+    low = _finish_down(sums, site, injection)
+    units = -(-hidden // (TILE * MIX_COLUMNS)) * -(-rows // (ROW_TILE * MIX_ROW_TILES))
+    mix = kernels.load(MIX, "mix_many", **site.defines)
+    arrays = _fragments(site.up), low, streams, inverse, site.norm_weight, mixed
+    mix(min(units, memory.multiprocessors()), THREADS, *arrays, rows, shared=site.mix_shared)
+
+
+def _finish_down(sums: torch.Tensor, site: GatedResidual, injection: torch.Tensor | None) -> torch.Tensor:
+    """silu of down's outputs as the B operand of `up`, and the injection, from sums float32 [terms, R, columns]."""
+    terms, rows, columns = sums.shape
+    steps, tiles = site.defines["STEPS"], -(-rows // ROW_TILE)
+    low = memory.empty((tiles, steps, WARP, 4), torch.float16)
+    kernel = kernels.load(MIX, "finish_down", **site.defines)
+    threads = rows * (4 * steps + site.streams)
+    kernel(-(-threads // THREADS), THREADS, sums, terms, rows, columns, site.inject_at, low, injection)
+    return low
+
+
+def _fragments(layer: LinearHandle) -> torch.Tensor:
+    assert isinstance(layer, HalfLayer)
+    return layer.fragments
+
+
+def _read_layer_by_layer(
+    streams: torch.Tensor, site: GatedResidual, mixed: torch.Tensor, injection: torch.Tensor | None
+) -> None:
+    rows, count, hidden = streams.shape
+    normed = group_norm(streams, site.norm_weight, count, site.eps)
+    low, written = _down_and_inject(normed.view(rows, count * hidden), site)
     grid = -(-low.numel() // THREADS)
     kernels.load(LAYERS, "activate")(grid, THREADS, low, kernels.Long(low.numel()), float(count))
     up = linear_layer.linear(low, site.up)
-    written = None if site.inject is None else linear_layer.linear(wide, site.inject)
-    grid = -(-max(hidden, count) // THREADS), rows
-    kernels.load(LAYERS, "mix")(grid, THREADS, normed, up, written, mixed, injection, count, hidden)
-    return mixed, injection
+    grid_rows = -(-max(hidden, count) // THREADS), rows
+    kernels.load(LAYERS, "mix")(grid_rows, THREADS, normed, up, written, mixed, injection, count, hidden)
+
+
+def _down_and_inject(wide: torch.Tensor, site: GatedResidual) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The sums [R, rank] and [R, S], None without injections, of normed streams [R, S*H]."""
+    sums = linear_layer.linear(wide, site.down)
+    if site.inject_at is None:
+        return sums, None if site.inject is None else linear_layer.linear(wide, site.inject)
+    written = sums[:, site.inject_at :].contiguous() if site.writes else None
+    return sums[:, : site.rank].contiguous(), written
 
 
 def gated_write(streams: torch.Tensor, injection: torch.Tensor, y: torch.Tensor) -> None:

@@ -1,0 +1,204 @@
+// The second half of a gated read: low = silu(down / streams), the layer `up`, the mix, the injection.
+//
+// `up` lies as the A operand's registers, uint4 [STREAMS * HIDDEN / 16, STEPS, 32]; low is its B operand, uint2
+// [row tiles, STEPS, 32]: of lane 4g + t row g's halves 2t, 2t + 1 and 2t + 8, 2t + 9.
+#include "device.cuh"
+#include "ops/gated_residual/read.cuh"
+
+// The sums of down's and inject's outputs: float [terms, rows, width], inject's from column `inject` on.
+struct Sums {
+    const float* values;
+    int terms, rows, width, inject;
+};
+
+// An output's terms added in float64 in order, rounded once.
+DEVICE float total_of(const Sums& sums, int row, int column) {
+    const int64 stride = static_cast<int64>(sums.rows) * sums.width;
+    const float* at = sums.values + static_cast<int64>(row) * sums.width + column;
+    double total = *at;
+    for (int term = 1; term < sums.terms; term++) total = total + static_cast<double>(at[term * stride]);
+    return static_cast<float>(total);
+}
+
+// Lane 4g + t's two registers of a row's low values in one step.
+DEVICE uint2 low_pairs(const Sums& sums, int row, int step, int pair) {
+    const int column = step * SIDE + 2 * pair;
+    half_bits values[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) values[i] = activated(total_of(sums, row, column + i % 2 + i / 2 * 8));
+    return make_uint2(pack_half2(values[0], values[1]), pack_half2(values[2], values[3]));
+}
+
+// low and injection [rows, STREAMS] (null: none) of all rows; grid covers rows * (4 * STEPS + STREAMS) threads.
+extern "C" __global__ void finish_down(const float* __restrict__ values, int terms, int rows, int width, int inject,
+                                       uint2* __restrict__ low, float* __restrict__ injection) {
+    const Sums sums = {values, terms, rows, width, inject};
+    const int units = 4 * STEPS + STREAMS;
+    const int at = blockIdx.x * blockDim.x + threadIdx.x;
+    const int row = at / units, unit = at % units;
+    if (row >= rows) return;
+    if (unit >= 4 * STEPS) {
+        const int stream = unit - 4 * STEPS;
+        if (injection)
+            injection[static_cast<int64>(row) * STREAMS + stream] = injection_of(total_of(sums, row, inject + stream));
+        return;
+    }
+    const int step = unit / 4, pair = unit % 4;
+    const int64 tile = row / ROW_TILE;
+    low[(tile * STEPS + step) * WARP + row % ROW_TILE * 4 + pair] = low_pairs(sums, row, step, pair);
+}
+
+// Up to 64 rows: a block has 16 columns of the result, a warp one stream's part. grid (HIDDEN / 16), 32 * STREAMS
+// threads. low: finish_down's, or null for up to 8 rows: then from `values` [rows, width], each block for itself, and
+// the first also writes the injection. normed: float [rows, STREAMS, HIDDEN]; mixed: float [rows, HIDDEN].
+extern "C" __global__ void __launch_bounds__(WARP * STREAMS)
+mix_few(const uint4* __restrict__ up, const float* __restrict__ values, const uint2* __restrict__ low,
+        const float* __restrict__ normed, float* __restrict__ mixed, float* __restrict__ injection, int rows, int width,
+        int inject) {
+    __shared__ uint2 own_low[STEPS * WARP];
+    __shared__ float mixes[STREAMS][ROW_TILE][SIDE + 1];
+    const int lane = threadIdx.x % WARP, stream = threadIdx.x / WARP, group = lane / 4, pair = lane % 4;
+    const int first = blockIdx.x * SIDE;
+    uint4 weights[STEPS];
+    const uint4* own = up + static_cast<int64>((stream * HIDDEN + first) / SIDE) * STEPS * WARP + lane;
+#pragma unroll
+    for (int step = 0; step < STEPS; step++) weights[step] = load_streaming(own + step * WARP);
+    if (!low) {
+        const Sums sums = {values, 1, rows, width, inject};
+        for (int i = threadIdx.x; i < rows * STEPS * 4; i += WARP * STREAMS) {
+            const int row = i / (STEPS * 4), step = i / 4 % STEPS;
+            own_low[step * WARP + row * 4 + i % 4] = low_pairs(sums, row, step, i % 4);
+        }
+        if (injection && !blockIdx.x)
+            for (int i = threadIdx.x; i < rows * STREAMS; i += WARP * STREAMS)
+                injection[i] = injection_of(total_of(sums, i / STREAMS, inject + i % STREAMS));
+    }
+    for (int first_row = 0; first_row < rows; first_row += ROW_TILE) {
+        __syncthreads();
+        const uint2* b = low ? low + static_cast<int64>(first_row / ROW_TILE) * STEPS * WARP : own_low;
+        const bool real = first_row + group < rows;
+        float c[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+        for (int step = 0; step < STEPS; step++) {
+            const uint2 pairs = real ? b[step * WARP + lane] : make_uint2(0u, 0u);
+            multiply(c, weights[step], pairs.x, pairs.y);
+        }
+#pragma unroll
+        for (int i = 0; i < 4; i++) mixes[stream][2 * pair + i % 2][group + i / 2 * 8] = sigmoid32(c[i]);
+        __syncthreads();
+        for (int i = threadIdx.x; i < ROW_TILE * SIDE; i += WARP * STREAMS) {
+            const int row = first_row + i / SIDE, column = first + i % SIDE;
+            if (row >= rows) break;
+            float total = 0.0f;
+#pragma unroll
+            for (int from = 0; from < STREAMS; from++) {
+                const float value = mixes[from][i / SIDE][i % SIDE] *
+                                    normed[(static_cast<int64>(row) * STREAMS + from) * HIDDEN + column];
+                total = from ? total + value : value;
+            }
+            mixed[static_cast<int64>(row) * HIDDEN + column] = total / static_cast<float>(STREAMS);
+        }
+    }
+}
+
+// Many rows: units of 64 rows and 64 columns of the result, columns by columns; each block has consecutive units, and
+// keeps the weights of its columns in shared memory. A warp has 16 columns of all streams and 32 rows.
+constexpr int MIX_COLUMNS = 4, MIX_ROW_GROUPS = 2, GROUP_TILES = 4;
+constexpr int MIX_WARPS = MIX_COLUMNS * MIX_ROW_GROUPS, MIX_THREADS = MIX_WARPS * WARP;
+constexpr int MIX_TILES = MIX_ROW_GROUPS * GROUP_TILES;
+constexpr int COLUMN_TILES = HIDDEN / SIDE;
+
+struct MixRoom {
+    uint4 weights[MIX_COLUMNS][STREAMS][STEPS][WARP];
+    uint2 low[MIX_TILES][STEPS][WARP];
+};
+
+DEVICE void stage_weights(MixRoom& room, const uint4* up, int first_tile) {
+    constexpr int PIECES = MIX_COLUMNS * STREAMS * STEPS * WARP;
+    for (int i = threadIdx.x; i < PIECES; i += MIX_THREADS) {
+        const int column = i / (STREAMS * STEPS * WARP), stream = i / (STEPS * WARP) % STREAMS, rest = i % (STEPS * WARP);
+        const int tile = first_tile + column;
+        if (tile < COLUMN_TILES)
+            copy_async_16(&room.weights[column][stream][0][0] + rest,
+                          up + static_cast<int64>(stream * COLUMN_TILES + tile) * STEPS * WARP + rest);
+    }
+}
+
+DEVICE void stage_low(MixRoom& room, const uint2* low, int first_tile, int tiles) {
+    constexpr int PIECES = STEPS * WARP / 2;
+    const uint4* from = reinterpret_cast<const uint4*>(low) + static_cast<int64>(first_tile) * PIECES;
+    const int count = smaller(MIX_TILES, tiles - first_tile) * PIECES;
+    for (int i = threadIdx.x; i < count; i += MIX_THREADS) copy_async_16(reinterpret_cast<uint4*>(room.low) + i, from + i);
+}
+
+// streams: float [rows, STREAMS, HIDDEN]; inverse [rows, STREAMS]; norm_weight [STREAMS, HIDDEN]; the units are
+// blockIdx.x * units / gridDim.x and on.
+extern "C" __global__ void __launch_bounds__(MIX_THREADS, 1)
+mix_many(const uint4* __restrict__ up, const uint2* __restrict__ low, const float* __restrict__ streams,
+         const float* __restrict__ inverse, const float* __restrict__ norm_weight, float* __restrict__ mixed, int rows) {
+    DYNAMIC_SHARED(MixRoom, shared);
+    MixRoom& room = *shared;
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, group = lane / 4, pair = lane % 4;
+    const int own_column = warp % MIX_COLUMNS, own_tiles = warp / MIX_COLUMNS * GROUP_TILES;
+    const int tiles = (rows + ROW_TILE - 1) / ROW_TILE, row_units = (tiles + MIX_TILES - 1) / MIX_TILES;
+    const int64 units = static_cast<int64>((COLUMN_TILES + MIX_COLUMNS - 1) / MIX_COLUMNS) * row_units;
+    const int first_unit = static_cast<int>(blockIdx.x * units / gridDim.x);
+    const int last_unit = static_cast<int>((blockIdx.x + 1) * units / gridDim.x);
+    int staged = -1;
+    float factors[STREAMS][2];
+#pragma unroll 1
+    for (int unit = first_unit; unit < last_unit; unit++) {
+        const int columns = unit / row_units, first_tile = unit % row_units * MIX_TILES;
+        const int column = (columns * MIX_COLUMNS + own_column) * SIDE + group;
+        if (columns != staged) {
+            __syncthreads();
+            stage_weights(room, up, columns * MIX_COLUMNS);
+            stage_low(room, low, first_tile, tiles);
+            copy_async_commit();
+            staged = columns;
+#pragma unroll
+            for (int stream = 0; stream < STREAMS; stream++)
+#pragma unroll
+                for (int i = 0; i < 2; i++)
+                    factors[stream][i] = column < HIDDEN ? 1.0f + norm_weight[stream * HIDDEN + column + 8 * i] : 0.0f;
+        }
+        copy_async_wait<0>();
+        __syncthreads();
+        float c[STREAMS][GROUP_TILES][4] = {};
+#pragma unroll
+        for (int step = 0; step < STEPS; step++) {
+            uint2 b[GROUP_TILES];
+#pragma unroll
+            for (int tile = 0; tile < GROUP_TILES; tile++) b[tile] = room.low[own_tiles + tile][step][lane];
+#pragma unroll
+            for (int stream = 0; stream < STREAMS; stream++) {
+                const uint4 a = room.weights[own_column][stream][step][lane];
+#pragma unroll
+                for (int tile = 0; tile < GROUP_TILES; tile++) multiply(c[stream][tile], a, b[tile].x, b[tile].y);
+            }
+        }
+        __syncthreads();
+        if (unit + 1 < last_unit && (unit + 1) / row_units == columns) {
+            stage_low(room, low, (unit + 1) % row_units * MIX_TILES, tiles);
+            copy_async_commit();
+        }
+        if (column >= HIDDEN) continue;
+#pragma unroll
+        for (int tile = 0; tile < GROUP_TILES; tile++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const int64 row = (first_tile + own_tiles + tile) * ROW_TILE + 2 * pair + i % 2;
+                if (row >= rows) continue;
+                const int upper = i / 2;
+                float total = 0.0f;
+#pragma unroll
+                for (int stream = 0; stream < STREAMS; stream++) {
+                    const float x = streams[(row * STREAMS + stream) * HIDDEN + column + 8 * upper];
+                    const float normed = (x * inverse[row * STREAMS + stream]) * factors[stream][upper];
+                    const float value = sigmoid32(c[stream][tile][i]) * normed;
+                    total = stream ? total + value : value;
+                }
+                mixed[row * HIDDEN + column + 8 * upper] = total / static_cast<float>(STREAMS);
+            }
+    }
+}
