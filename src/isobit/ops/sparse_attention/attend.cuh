@@ -1,23 +1,24 @@
 // Attending of one row's query heads of one key-value head over parts of its list of keys (docs/arithmetic.md, *On
-// CUDA*). 128 threads, a group, share a row. Macros: HEADS, KV_HEADS, HEAD_DIM, BLOCK, KEPT, ROTARY.
+// CUDA*). 128 threads, a group, share a row. Macros: HEADS, KV_HEADS, HEAD_DIM, BLOCK, KEPT, ROTARY, STAGE_KEYS (keys,
+// or values, that are loaded at a time: 32 or 64) and STAGES (how many of these there is memory for); both change no bit.
 #pragma once
 #include "ops/sparse_attention/normed_rows.cuh"
 
 constexpr int PART_KEYS = 128;
-constexpr int STAGE_KEYS = 32;                            // keys, or values, that are loaded at a time
 constexpr int GROUP_WARPS = 4;
 constexpr int GROUP_THREADS = GROUP_WARPS * WARP;
 constexpr int TILE_HEADS = 16;                            // query heads of one product
 constexpr int SHARING_HEADS = HEADS / KV_HEADS;           // query heads of one key-value head
 constexpr int HEAD_TILES = whole(SHARING_HEADS, TILE_HEADS);
-constexpr int UNITS = KV_HEADS * HEAD_TILES;              // pieces of a row's heads
+constexpr int WARP_HEADS = whole(SHARING_HEADS < TILE_HEADS ? SHARING_HEADS : TILE_HEADS, GROUP_WARPS);
 constexpr int DIM = whole(HEAD_DIM, 16 * GROUP_WARPS) * 16 * GROUP_WARPS;
 constexpr int DIM_STEP = DIM + 8;                         // halves of a row, so that eight rows lie in all banks
 constexpr int WEIGHT_STEP = 2 * PART_KEYS + 8;
 constexpr int SCORE_STEP = WEIGHT_STEP / 2;
 constexpr int WARP_DIMS = DIM / GROUP_WARPS;              // dims of the values that a warp sums
 constexpr int SUM_TILES = WARP_DIMS / 8;
-constexpr int PIECES = HEAD_DIM / 8;                      // 16 bytes each
+constexpr int PIECES = HEAD_DIM / 8;                      // of a key, 16 bytes each
+constexpr int WARP_KEYS = STAGE_KEYS / GROUP_WARPS;       // keys of a stage that a warp loads and scores
 constexpr float WEIGHT_SCALE = 32768.0f;                  // weights as halves are scaled up: little is subnormal
 
 struct Row {
@@ -67,23 +68,46 @@ DEVICE void copy_row_piece(void* shared, const void* global) {
 }
 #endif
 
+// A warp's keys of a stage, those of ranks first_key on; those past the end of the list become zeros.
+template <bool ARE_ALL_LISTED>
+DEVICE void load_warp_keys(half_bits* target, const half_bits* head, const int* places, int first_key, int listed) {
+    constexpr int TOGETHER = PIECES < WARP ? WARP / PIECES : 1;  // keys that a warp loads at a time
+    constexpr int64 KEY_HALVES = KV_HEADS * HEAD_DIM;
+    const int within = lane_of_warp() / PIECES;
+    if (within >= TOGETHER) return;
+    // first_key is a multiple of WARP_KEYS, and that a multiple of BLOCK or a part of it.
+    const int* entry = places + static_cast<unsigned>(first_key) / BLOCK;
+    head += BLOCK <= WARP_KEYS ? 0 : static_cast<unsigned>(first_key) % BLOCK * KEY_HALVES;
+    constexpr int LOADS = whole(WARP_KEYS, TOGETHER);
+    const half_bits* sources[LOADS];
+#pragma unroll
+    for (int i = 0; i < LOADS; i++) {
+        const unsigned key = i * TOGETHER + within;
+        const bool is_listed = key < WARP_KEYS && (ARE_ALL_LISTED || first_key + static_cast<int>(key) < listed);
+        sources[i] = is_listed ? head + entry[key / BLOCK] * KEY_HALVES + key % BLOCK * KEY_HALVES : nullptr;
+    }
+#pragma unroll
+    for (int i = 0; i < LOADS; i++) {
+        const int key = i * TOGETHER + within;
+        if (key >= WARP_KEYS) break;
+#pragma unroll
+        for (int piece = lane_of_warp() % PIECES; piece < PIECES; piece += WARP) {
+            half_bits* shared = target + key * DIM_STEP + piece * 8;
+            if (ARE_ALL_LISTED || sources[i]) copy_row_piece(shared, sources[i] + piece * 8);
+            else *reinterpret_cast<uint4*>(shared) = make_uint4(0, 0, 0, 0);
+        }
+    }
+}
+
 // The keys (or values) first .. first + STAGE_KEYS - 1 of the list; zeros past its end. places: from entry 0 on.
 DEVICE void load_stage(
     Stage& stage, const half_bits* pool, const Row& row, const int* places, int first, int listed, int thread
 ) {
     const half_bits* head = pool + row.kv_head * HEAD_DIM;
     if constexpr (HEAD_DIM % 8 == 0) {
-#pragma unroll 8
-        for (int i = thread; i < STAGE_KEYS * PIECES; i += GROUP_THREADS) {
-            const int key = i / PIECES, rank = first + key;
-            half_bits* target = &stage[key][i % PIECES * 8];
-            if (rank < listed) {
-                const int64 place = places[rank / BLOCK] + rank % BLOCK;
-                copy_row_piece(target, head + place * (KV_HEADS * HEAD_DIM) + i % PIECES * 8);
-            } else {
-                *reinterpret_cast<uint4*>(target) = make_uint4(0, 0, 0, 0);
-            }
-        }
+        const int own = thread / WARP * WARP_KEYS;
+        if (first + STAGE_KEYS <= listed) load_warp_keys<true>(stage[own], head, places, first + own, listed);
+        else load_warp_keys<false>(stage[own], head, places, first + own, listed);
     } else {
         for (int i = thread; i < STAGE_KEYS * HEAD_DIM; i += GROUP_THREADS) {
             const int key = i / HEAD_DIM, rank = first + key;
@@ -121,63 +145,82 @@ DEVICE void prepare_queries(
     }
 }
 
-// The scores of a stage's keys: chunk i of the part; a warp takes eight keys.
+// The scores of a stage's keys: chunk i of the part; a warp scores WARP_KEYS keys, eight a chain.
 DEVICE void score_stage(Scratch& scratch, const Stage& stage, int chunk, float scale, int thread) {
-    const int warp = thread / WARP, lane = lane_of_warp();
-    float sums[4] = {};
+    constexpr int CHAINS = WARP_KEYS / 8;
+    const int own = thread / WARP * WARP_KEYS, lane = lane_of_warp();
+    float sums[CHAINS][4] = {};
 #pragma unroll 4
     for (int dim = 0; dim < DIM; dim += 32) {
-        unsigned query[4], key[4];
-        load_matrix_x4(key, &stage[warp * 8 + lane % 8][dim + lane / 8 * 8]);
-        load_matrix_x4(query, &scratch.queries[lane % 16][dim + lane / 16 * 8]);
-        mma_16x8x16(sums, query, key);
-        load_matrix_x4(query, &scratch.queries[lane % 16][dim + 16 + lane / 16 * 8]);
-        mma_16x8x16(sums, query, key + 2);
-    }
-    const int head = lane / 4, key = chunk * STAGE_KEYS + warp * 8 + lane % 4 * 2;
-    *reinterpret_cast<float2*>(&scratch.scores[head][key]) = make_float2(sums[0] * scale, sums[1] * scale);
-    *reinterpret_cast<float2*>(&scratch.scores[head + 8][key]) = make_float2(sums[2] * scale, sums[3] * scale);
-}
-
-DEVICE float highest_of_lanes(float value) {
+        unsigned low[4], high[4], keys[CHAINS][4];
+        load_matrix_x4(low, &scratch.queries[lane % 16][dim + lane / 16 * 8]);
+        load_matrix_x4(high, &scratch.queries[lane % 16][dim + 16 + lane / 16 * 8]);
 #pragma unroll
-    for (int mask = 16; mask > 0; mask >>= 1) {
-        const float other = shuffle_xor(value, mask);
-        value = other > value ? other : value;
+        for (int i = 0; i < CHAINS; i++) load_matrix_x4(keys[i], &stage[own + i * 8 + lane % 8][dim + lane / 8 * 8]);
+#pragma unroll
+        for (int i = 0; i < CHAINS; i++) mma_16x8x16(sums[i], low, keys[i]);
+#pragma unroll
+        for (int i = 0; i < CHAINS; i++) mma_16x8x16(sums[i], high, keys[i] + 2);
     }
-    return value;
+#pragma unroll
+    for (int i = 0; i < CHAINS; i++) {
+        const int head = lane / 4, key = chunk * STAGE_KEYS + own + i * 8 + lane % 4 * 2;
+        const float* s = sums[i];
+        *reinterpret_cast<float2*>(&scratch.scores[head][key]) = make_float2(s[0] * scale, s[1] * scale);
+        *reinterpret_cast<float2*>(&scratch.scores[head + 8][key]) = make_float2(s[2] * scale, s[3] * scale);
+    }
 }
 
-// A head's scores of the part's first `count` keys become weights, as two halves each; the head's highest and total.
-DEVICE void weigh(Scratch& scratch, int head, int count) {
+// Of each of the warp's heads, every fourth: the scores of the part's first `count` keys become weights, as two halves
+// each; the head's highest score and total.
+DEVICE void weigh(Scratch& scratch, int heads, int count, int thread) {
     constexpr int HELD = PART_KEYS / WARP;
-    const int lane = lane_of_warp();
-    float held[HELD], highest = 0.0f, total = 0.0f;
+    const int first_head = thread / WARP, lane = lane_of_warp();
+    float held[WARP_HEADS][HELD], highest[WARP_HEADS], total[WARP_HEADS];
 #pragma unroll
-    for (int t = 0; t < HELD; t++) {
-        const int key = lane + t * WARP;
-        held[t] = scratch.scores[head][key < count ? key : 0];
-        highest = t == 0 || held[t] > highest ? held[t] : highest;
-    }
-    highest = highest_of_lanes(highest);
+    for (int i = 0; i < WARP_HEADS; i++)
+#pragma unroll
+        for (int t = 0; t < HELD; t++) {
+            const int key = lane + t * WARP;
+            held[i][t] = scratch.scores[first_head + i * GROUP_WARPS][key < count ? key : 0];
+            highest[i] = t == 0 || held[i][t] > highest[i] ? held[i][t] : highest[i];
+        }
+#pragma unroll
+    for (int mask = 16; mask > 0; mask >>= 1)
+#pragma unroll
+        for (int i = 0; i < WARP_HEADS; i++) {
+            const float other = shuffle_xor(highest[i], mask);
+            highest[i] = other > highest[i] ? other : highest[i];
+        }
     __syncwarp();
 #pragma unroll
-    for (int t = 0; t < HELD; t++) {
-        held[t] = lane + t * WARP < count ? exp32(held[t] - highest) : 0.0f;
-        total += held[t];
-    }
-    total = lane_sum(total);
+    for (int i = 0; i < WARP_HEADS; i++) {
+        total[i] = 0.0f;
 #pragma unroll
-    for (int t = 0; t < HELD; t++) {
-        const float weight = held[t] * WEIGHT_SCALE;
-        const half_bits upper = half_of(weight);
-        scratch.weights[head][lane + t * WARP] = upper;
-        scratch.weights[head][PART_KEYS + lane + t * WARP] = half_of(weight - float_of_half(upper));
+        for (int t = 0; t < HELD; t++) {
+            held[i][t] = lane + t * WARP < count ? exp32(held[i][t] - highest[i]) : 0.0f;
+            total[i] += held[i][t];
+        }
     }
-    if (lane == 0) {
-        scratch.highest[head] = highest;
-        scratch.total[head] = total;
+#pragma unroll
+    for (int i = 0; i < WARP_HEADS; i++) total[i] = lane_sum(total[i]);
+#pragma unroll
+    for (int i = 0; i < WARP_HEADS; i++) {
+        const int head = first_head + i * GROUP_WARPS;
+        if (head >= heads) break;
+#pragma unroll
+        for (int t = 0; t < HELD; t++) {
+            const float weight = held[i][t] * WEIGHT_SCALE;
+            const half_bits upper = half_of(weight);
+            scratch.weights[head][lane + t * WARP] = upper;
+            scratch.weights[head][PART_KEYS + lane + t * WARP] = half_of(weight - float_of_half(upper));
+        }
+        if (lane == 0) {
+            scratch.highest[head] = highest[i];
+            scratch.total[head] = total[i];
+        }
     }
+    __syncwarp();
 }
 
 // sums += the part's weights of a stage's `count` values times these; a warp sums WARP_DIMS dims of all heads.

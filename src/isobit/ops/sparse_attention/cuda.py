@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -29,12 +30,21 @@ SCORE_BLOCKS_A_PROCESSOR = 12
 SCRATCH_FLOATS = 1 << 26  # rows are selected in chunks whose scores are about this many
 
 PART_KEYS = 128  # keys of one part of a row's list; part of the op's definition
-STAGE_KEYS = 32
 READ_THREADS = 128  # of one row
-FEW_STAGES = 4
-MANY_STAGES = 3
-MANY_ROWS_A_BLOCK = 3
-MANY_BLOCKS_AT_ONCE = 1
+MOST_SHARED = 227 << 10  # bytes of shared memory of a block, where there are as many
+
+
+class Staging(NamedTuple):
+    """How keys and values are loaded: `keys` at a time, memory for `stages` of these, by `rows` rows a block."""
+
+    keys: int
+    stages: int
+    rows: int = 1
+
+
+FEW_ALONE = Staging(64, 4)  # where there is a multiprocessor for each block
+FEW = Staging(64, 2)
+MANY = Staging(32, 3, rows=3)
 
 
 @dataclass(frozen=True)
@@ -248,8 +258,10 @@ def read_few(q_gate, selection: Selection, handle: Attention, cache: AttentionCa
     parts = -(-most_keys // PART_KEYS)
     sums = memory.empty((at.rows, sizes.heads, parts, sizes.head_dim))
     edges = memory.empty((at.rows, sizes.heads, parts, 2))
-    shared = _part_bytes(sizes)
-    macros = _reading_macros(handle) | {"STAGES": FEW_STAGES, "SCRATCH_BYTES": shared}
+    is_alone = parts * _units(sizes) * at.rows <= memory.multiprocessors()
+    staging = FEW_ALONE if is_alone and _part_bytes(sizes, FEW_ALONE) <= _most_shared() else FEW
+    shared = _part_bytes(sizes, staging)
+    macros = _reading_macros(handle, staging) | {"SCRATCH_BYTES": shared}
     kernels.load(f"{FOLDER}/read_few.cu", "read_parts", **macros)(
         (parts, _units(sizes), at.rows), READ_THREADS, q_gate, q_gate.stride(0), handle.q_weight, handle.eps,
         handle.cosines, handle.sines, at.segment_of_row, at.positions, at.pages, at.pages.shape[1], selection.blocks,
@@ -269,9 +281,10 @@ def read_many(q_gate, selection: Selection, handle: Attention, cache: AttentionC
     if not at.rows:
         return out
     q_gate = _rows(q_gate)
-    rows, shared = MANY_ROWS_A_BLOCK, MANY_ROWS_A_BLOCK * _row_bytes(sizes)
-    macros = _reading_macros(handle) | {
-        "STAGES": MANY_STAGES, "ROWS": rows, "BLOCKS_AT_ONCE": MANY_BLOCKS_AT_ONCE, "SCRATCH_BYTES": shared
+    rows = max(1, min(MANY.rows, _most_shared() // _row_bytes(sizes, MANY)))
+    shared = rows * _row_bytes(sizes, MANY)
+    macros = _reading_macros(handle, MANY) | {
+        "ROWS": rows, "BLOCKS_AT_ONCE": max(1, _most_shared() // shared), "SCRATCH_BYTES": shared
     }  # fmt: skip
     kernels.load(f"{FOLDER}/read_many.cu", "read_many", **macros)(
         (-(-at.rows // rows), _units(sizes)), rows * READ_THREADS, q_gate, q_gate.stride(0), handle.q_weight,
@@ -282,11 +295,11 @@ def read_many(q_gate, selection: Selection, handle: Attention, cache: AttentionC
     return out
 
 
-def _reading_macros(handle: Attention) -> dict[str, int]:
+def _reading_macros(handle: Attention, staging: Staging) -> dict[str, int]:
     sizes = handle.sizes
     return {
         "HEADS": sizes.heads, "KV_HEADS": sizes.kv_heads, "HEAD_DIM": sizes.head_dim, "BLOCK": sizes.block,
-        "KEPT": sizes.kept_blocks, "ROTARY": handle.rotary_dim,
+        "KEPT": sizes.kept_blocks, "ROTARY": handle.rotary_dim, "STAGE_KEYS": staging.keys, "STAGES": staging.stages,
     }  # fmt: skip
 
 
@@ -295,18 +308,25 @@ def _units(sizes: Sizes) -> int:
     return sizes.kv_heads * -(-(sizes.heads // sizes.kv_heads) // 16)
 
 
-def _group_bytes(sizes: Sizes, stages: int) -> int:
+def _most_shared() -> int:
+    """Bytes of shared memory that a block may have."""
+    if memory.is_emulated():
+        return MOST_SHARED
+    return int(torch.cuda.get_device_properties(memory.device()).shared_memory_per_block_optin)
+
+
+def _group_bytes(sizes: Sizes, staging: Staging) -> int:
     """Stages of keys and values; queries and weights of 16 heads, their highest scores and totals."""
     row = 2 * (_rounded(sizes.head_dim, 64) + 8)
-    return stages * STAGE_KEYS * row + 16 * (row + 2 * (2 * PART_KEYS + 8) + 8)
+    return staging.stages * staging.keys * row + 16 * (row + 2 * (2 * PART_KEYS + 8) + 8)
 
 
-def _part_bytes(sizes: Sizes) -> int:
-    return _rounded(_group_bytes(sizes, FEW_STAGES) + 4 * (PART_KEYS // sizes.block), 16)
+def _part_bytes(sizes: Sizes, staging: Staging) -> int:
+    return _rounded(_group_bytes(sizes, staging) + 4 * (PART_KEYS // sizes.block), 16)
 
 
-def _row_bytes(sizes: Sizes) -> int:
-    return _rounded(_group_bytes(sizes, MANY_STAGES) + 16 * 20 + 4 * (sizes.kept_blocks + 1), 16)
+def _row_bytes(sizes: Sizes, staging: Staging) -> int:
+    return _rounded(_group_bytes(sizes, staging) + 16 * 20 + 4 * (sizes.kept_blocks + 1), 16)
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,5 @@
 // Reading for few rows: a block of threads for each part of a row's list, then one that merges them.
-// Macros: those of attend.cuh, and STAGES.
+// Macros: those of attend.cuh.
 #include "ops/sparse_attention/attend.cuh"
 
 constexpr int PART_ENTRIES = PART_KEYS / BLOCK;
@@ -57,7 +57,7 @@ extern "C" __global__ void __launch_bounds__(GROUP_THREADS) read_parts(
 
     for (int chunk = 0; chunk < chunks; chunk++) score_stage(group, arrive(chunk), chunk, scale, thread);
     __syncthreads();
-    for (int head = thread / WARP; head < row.heads; head += GROUP_WARPS) weigh(group, head, count);
+    weigh(group, row.heads, count, thread);
     float sums[SUM_TILES][4] = {};
     for (int chunk = 0; chunk < chunks; chunk++)
         add_stage(sums, group, arrive(chunks + chunk), chunk, count - chunk * STAGE_KEYS, thread);

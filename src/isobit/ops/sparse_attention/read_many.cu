@@ -1,5 +1,5 @@
 // Reading for many rows: ROWS rows a block of threads, in step, each row's parts one after another.
-// Macros: those of attend.cuh, STAGES and ROWS.
+// Macros: those of attend.cuh, ROWS, and BLOCKS_AT_ONCE (of threads on a multiprocessor).
 #include "ops/sparse_attention/attend.cuh"
 
 constexpr int ENTRIES = KEPT + 1;
@@ -29,7 +29,7 @@ DEVICE int steps_of(int listed) {
     return listed / PART_KEYS * (2 * PART_KEYS / STAGE_KEYS) + 2 * whole(listed % PART_KEYS, STAGE_KEYS);
 }
 
-// The parts before join a new one; by the warp that weighed the head.
+// The parts before join a new one; by the warp that weighed the heads, a lane a head.
 DEVICE void merge_head(RowScratch& own, int head, bool is_first) {
     const float after = own.group.highest[head], total = own.group.total[head];
     const Merge merge = is_first ? Merge{after, 0.0f, 1.0f} : merged(own.highest[head], after);
@@ -114,12 +114,11 @@ extern "C" __global__ void __launch_bounds__(ROWS * GROUP_THREADS, BLOCKS_AT_ONC
         const int chunks = chunks_of(part, longest), count = smaller(PART_KEYS, row.listed - part * PART_KEYS);
         for (int chunk = 0; chunk < chunks; chunk++) score_stage(group, arrive(step++), chunk, scale, thread);
         __syncthreads();
-        if (count > 0)
-            for (int head = thread / WARP; head < row.heads; head += GROUP_WARPS) {
-                weigh(group, head, count);
-                __syncwarp();
-                if (lane_of_warp() == 0) merge_head(own, head, part == 0);
-            }
+        if (count > 0) {
+            weigh(group, row.heads, count, thread);
+            const int head = thread / WARP + lane_of_warp() * GROUP_WARPS;
+            if (head < row.heads) merge_head(own, head, part == 0);
+        }
         float sums[SUM_TILES][4] = {};
         for (int chunk = 0; chunk < chunks; chunk++)
             add_stage(sums, group, arrive(step++), chunk, count - chunk * STAGE_KEYS, thread);
