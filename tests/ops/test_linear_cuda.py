@@ -81,13 +81,12 @@ def test_few_rows_have_the_bytes_of_many(rows):
     assert on_host(x[:rows], handle, cuda.FEW_ROWS).tobytes() == many[:rows].tobytes()
 
 
-@pytest.mark.parametrize("turns", [1, 2, 3])
-@pytest.mark.parametrize("columns", [1, 3])
-def test_the_shape_of_a_block_changes_nothing(turns, columns, monkeypatch):
+@pytest.mark.parametrize(("turns", "columns", "fused"), [(1, 1, True), (2, 3, False), (3, 3, True), (4, 2, False)])
+def test_the_shape_of_a_block_changes_nothing(turns, columns, fused, monkeypatch):
     x, weights = rows_of("several turns", 3)
     handle = cuda.prepare_linear(weights)
     expected = on_host(x, handle)
-    monkeypatch.setattr(cuda, "few_rows_shape", lambda tile_columns, chunks, row_tiles: (columns, turns))
+    monkeypatch.setattr(cuda, "few_rows_shape", lambda *sizes: cuda.FewRowsShape(columns, turns, fused))
     assert on_host(x, handle).tobytes() == expected.tobytes()
 
 

@@ -1,5 +1,8 @@
 """The linear layer on CUDA: tensor cores for trellis and half weights, float32 chains for what half cannot hold."""
 
+from dataclasses import dataclass
+from functools import cache
+
 import torch
 
 from isobit.checkpoint.weights import Linear
@@ -24,6 +27,9 @@ ALIGNED = 16  # bytes that a vector load takes
 ROW_WARPS = 8  # of a block that rotates rows
 ROW_THREADS = 256
 TURNS = 4  # warps that share a column of tiles
+MOST_COLUMNS = 3
+ONE_WAVE = 6  # chains that a multiprocessor carries at a time
+MOST_UNITS = 5  # rows' blocks of 128 that a warp may rotate before it multiplies
 MOST_WARPS = {1: 12, 2: 12, 4: 8, 8: 8}  # of a block, by its tiles of 8 rows
 STAGE_BYTES = 48 << 10  # that a warp of a plain layer stages ahead, at most
 MOST_STAGES = 12
@@ -72,28 +78,30 @@ def few_trellis_rows(x: torch.Tensor, handle: TrellisLayer, y: torch.Tensor) -> 
     """The same of a trellis: rotate, decode and multiply, rotate back."""
     rows, width = x.shape
     blocks, tile_columns = handle.input_blocks, handle.stored_outputs // TILE
-    operand = memory.empty((handle.stored_inputs // WARP, rows, WARP), torch.float16)
-    rotate = kernels.load("ops/linear/inputs.cu", "rotate_few")
-    rotate(-(-blocks * rows // ROW_WARPS), ROW_WARPS * WARP, x, handle.suh, operand, rows, width, blocks, is_whole(x))
-    row_tiles = tiles_of(rows)
-    columns, turns = few_rows_shape(tile_columns, blocks // handle.shards, row_tiles)
+    shape = few_rows_shape(tile_columns, handle.shards, blocks, rows)
+    inputs = x if shape.fused else rotated_operand(x, handle)
     values = memory.empty((handle.shards, rows, handle.stored_outputs))
-    twice_bits = handle.defines["TWICE_BITS"]
+    row_tiles, twice_bits = tiles_of(rows), handle.defines["TWICE_BITS"]
     stages = 3 if twice_bits <= 8 else 2
-    shared = columns * (turns * stages * BLOCK * twice_bits + row_tiles * WARP * ALIGNED)
-    multiply = kernels.load("ops/linear/few_rows.cu", "few_rows", ROW_TILES=row_tiles, **handle.defines)
-    multiply(
-        (-(-tile_columns // columns), handle.shards),
-        columns * turns * WARP,
+    shared = shape.columns * (shape.turns * stages * BLOCK * twice_bits + row_tiles * WARP * ALIGNED)
+    if shape.fused:
+        shared += 2 * rows * BLOCK * -(-blocks // handle.shards)
+    defines = {"ROW_TILES": row_tiles, "FUSED": int(shape.fused), **handle.defines}
+    kernels.load("ops/linear/few_rows.cu", "few_rows", **defines)(
+        (-(-tile_columns // shape.columns), handle.shards),
+        shape.columns * shape.turns * WARP,
         handle.trellis,
-        operand,
+        inputs,
+        handle.suh,
         values,
         handle.counters,
         tile_columns,
         blocks,
         rows,
-        columns,
-        turns,
+        width,
+        is_whole(x),
+        shape.columns,
+        shape.turns,
         handle.svh,
         handle.bias,
         y,
@@ -102,14 +110,44 @@ def few_trellis_rows(x: torch.Tensor, handle: TrellisLayer, y: torch.Tensor) -> 
     )
 
 
+def rotated_operand(x: torch.Tensor, handle: TrellisLayer) -> torch.Tensor:
+    """The rotated inputs of up to 64 rows in the order of the product's operand."""
+    rows, width = x.shape
+    blocks = handle.input_blocks
+    operand = memory.empty((handle.stored_inputs // WARP, rows, WARP), torch.float16)
+    rotate = kernels.load("ops/linear/inputs.cu", "rotate_few")
+    rotate(-(-blocks * rows // ROW_WARPS), ROW_THREADS, x, handle.suh, operand, rows, width, blocks, is_whole(x))
+    return operand
+
+
 def tiles_of(rows: int) -> int:
     """Tiles of 8 columns that hold `rows` of them: 1, 2, 4 or 8."""
     return next(tiles for tiles in (1, 2, 4, 8) if rows <= 8 * tiles)
 
 
-def few_rows_shape(tile_columns: int, chunks: int, row_tiles: int) -> tuple[int, int]:
-    """(columns of tiles, warps that take turns on each) of a block, for `chunks` turns in all."""
-    return 1, max(1, min(TURNS, chunks, MOST_WARPS[row_tiles]))
+@dataclass(frozen=True)
+class FewRowsShape:
+    """A block's columns of tiles, the warps that take turns on each, and whether blocks rotate the inputs themselves."""
+
+    columns: int
+    turns: int
+    fused: bool
+
+
+@cache
+def few_rows_shape(tile_columns: int, shards: int, blocks: int, rows: int) -> FewRowsShape:
+    """The shape that spreads the chains most evenly over the multiprocessors; of several the widest."""
+    turns = max(1, min(TURNS, blocks // shards))
+    chains, processors = tile_columns * shards, memory.multiprocessors()
+
+    def most_chains(columns: int) -> int:
+        return columns * -(-(-(-tile_columns // columns) * shards) // processors)
+
+    widest = MOST_WARPS[tiles_of(rows)] // turns
+    columns = min(range(1, min(widest, MOST_COLUMNS) + 1), key=lambda count: (most_chains(count), -count))
+    units = rows * -(-blocks // shards)
+    fused = chains <= ONE_WAVE * processors and units <= MOST_UNITS * columns * turns
+    return FewRowsShape(columns, turns, fused)
 
 
 def few_plain_rows(x: torch.Tensor, handle: HalfLayer, y: torch.Tensor) -> None:

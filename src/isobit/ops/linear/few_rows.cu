@@ -14,6 +14,9 @@
 #ifndef ROW_TILES
 #define ROW_TILES 1
 #endif
+#ifndef FUSED
+#define FUSED 1
+#endif
 
 constexpr int MOST_WARPS = ROW_TILES <= 2 ? 12 : 8;
 constexpr int CHUNK_TILES = 8;  // a turn: 128 inputs
@@ -37,13 +40,37 @@ struct Pieces {
     }
 };
 
-DEVICE void stage_chunk(unsigned* stage, const unsigned char* tiles, const Pieces& pieces, int lane) {
+// The chunks of one warp, staged ahead in a ring.
+struct ChunkRing {
+    unsigned* stages;
+    const unsigned char* next;
+    int64 step;
+    int staged, last, turns, stage;
+    Pieces pieces;
+
+    __device__ __forceinline__ ChunkRing(unsigned* stages, const unsigned char* column, int64 chunk_bytes,
+                                         const Pieces& pieces, int first, int last, int turns)
+        : stages(stages), next(column + first * chunk_bytes), step(turns * chunk_bytes), staged(first), last(last),
+          turns(turns), stage(0), pieces(pieces) {}
+
+    __device__ __forceinline__ unsigned* words() const { return stages + stage * CHUNK_WORDS; }
+
+    // Stage one chunk more where the current one lies, and go on to the next.
+    __device__ __forceinline__ void advance(int lane) {
+        if (staged < last) {
+            unsigned* target = words();
 #pragma unroll
-    for (int i = 0; i < LANE_PIECES; i++) {
-        const int piece = i * WARP + lane;
-        if (PIECES % WARP == 0 || piece < PIECES) copy_async_16(stage + 4 * piece, tiles + pieces.offsets[i]);
+            for (int i = 0; i < LANE_PIECES; i++) {
+                const int piece = i * WARP + lane;
+                if (PIECES % WARP == 0 || piece < PIECES) copy_async_16(target + 4 * piece, next + pieces.offsets[i]);
+            }
+        }
+        copy_async_commit();
+        staged += turns;
+        next += step;
+        stage = stage + 1 == STAGES ? 0 : stage + 1;
     }
-}
+};
 
 // The chains of 16 outputs and 8 rows each: registers c of the products.
 struct Chains {
@@ -53,7 +80,7 @@ struct Chains {
 // A chunk's inputs of the rows: what the B operand of two tiles takes, `stride` uint4 from one 32 inputs to the next.
 struct Operand {
     const uint4* inputs;
-    int64 stride;
+    int stride;
 
     __device__ __forceinline__ uint4 at(int quarter, int place) const { return inputs[quarter * stride + place]; }
 };
@@ -105,53 +132,67 @@ DEVICE void finish_blocks(const Sums& sums, const Finish& finish, int* counters,
     }
 }
 
-// grid (ceil(tile_columns / columns), shards), threads 32 * columns * turns. operand: what rotate_few writes, rows as
-// there. values: float [shards, rows, 16 * tile_columns], written and read here. counters: zeros, one a block of 128.
+// What a block rotates itself where FUSED: the rows' blocks of 128 inputs first to last - 1, as rotate_few does.
+DEVICE void rotate_operand(unsigned* operand, const float* x, const half_bits* scales, int first, int last, int rows,
+                           int inputs, int whole) {
+    const int lane = threadIdx.x % WARP, warps = blockDim.x / WARP;
+#pragma unroll 2
+    for (int unit = threadIdx.x / WARP; unit < rows * (last - first); unit += warps) {
+        const int row = unit % rows, block = unit / rows;
+        const float* from = x + static_cast<int64>(row) * inputs;
+        store_operand(operand, rotated_inputs(from, first + block, inputs, whole, scales, lane), rows, row, block, lane);
+    }
+}
+
+// grid (ceil(tile_columns / columns), shards), threads 32 * columns * turns. x: float [rows, inputs], or, where not
+// FUSED, what rotate_few made of it. values: float [shards, rows, 16 * tile_columns], written and read here. counters:
+// zeros, one a block of 128 outputs.
 extern "C" __global__ void __launch_bounds__(MOST_WARPS * WARP, ROW_TILES <= 2 ? 2 : 1)
-few_rows(const unsigned char* trellis, const uint4* __restrict__ operand, float* values, int* counters,
-         int tile_columns, int input_blocks, int rows, int columns, int turns, const half_bits* scales,
-         const float* bias, float* y, int outputs) {
+few_rows(const unsigned char* trellis, const void* __restrict__ x, const half_bits* input_scales, float* values,
+         int* counters, int tile_columns, int input_blocks, int rows, int inputs, int whole, int columns, int turns,
+         const half_bits* output_scales, const float* bias, float* y, int outputs) {
     DYNAMIC_SHARED(unsigned, shared);
     begin_turns();
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     const int turn = warp % turns, own_column = warp / turns;
-    const int first_column = blockIdx.x * columns;
-    const int column = first_column + own_column;
+    const int first_column = blockIdx.x * columns, column = first_column + own_column;
     const int shard = blockIdx.y, shards = gridDim.y;
     const int first_chunk = shard * input_blocks / shards, last_chunk = (shard + 1) * input_blocks / shards;
+    const int row_bytes = tile_columns * tile_bytes(TWICE_BITS);
 
     unsigned* stages = shared + warp * STAGES * CHUNK_WORDS;
-    float4* handed = reinterpret_cast<float4*>(shared + columns * turns * STAGES * CHUNK_WORDS);
-    handed += own_column * ROW_TILES * WARP + lane;
-    const int row_bytes = tile_columns * tile_bytes(TWICE_BITS);
-    const int64 chunk_bytes = static_cast<int64>(CHUNK_TILES) * row_bytes;
-    const Pieces pieces(row_bytes, lane);
-    const LanePlace<TWICE_BITS> place(lane);
-    const int64 stride = static_cast<int64>(rows) * 4;
-    int places[ROW_TILES];
+    uint4* after_stages = reinterpret_cast<uint4*>(shared + columns * turns * STAGES * CHUNK_WORDS);
+    float4* handed = reinterpret_cast<float4*>(after_stages) + own_column * ROW_TILES * WARP + lane;
+    ChunkRing ring(stages, trellis + static_cast<int64>(column) * tile_bytes(TWICE_BITS),
+                   static_cast<int64>(CHUNK_TILES) * row_bytes, Pieces(row_bytes, lane), first_chunk + turn,
+                   column < tile_columns ? last_chunk : 0, turns);
 #pragma unroll
-    for (int tile = 0; tile < ROW_TILES; tile++) places[tile] = smaller(8 * tile + lane / 4, rows - 1) * 4 + lane % 4;
+    for (int stage = 0; stage < STAGES; stage++) ring.advance(lane);
 
+#if FUSED
+    uint4* rotated = after_stages + columns * ROW_TILES * WARP;
+    rotate_operand(reinterpret_cast<unsigned*>(rotated), static_cast<const float*>(x), input_scales, first_chunk,
+                   last_chunk, rows, inputs, whole);
+    const uint4* operand = rotated - first_chunk * 4 * (rows * 4);
+    __syncthreads();
+#else
+    const uint4* operand = static_cast<const uint4*>(x);
+#endif
     if (column < tile_columns) {
-        const unsigned char* next = trellis + first_chunk * chunk_bytes + turn * chunk_bytes;
-        next += static_cast<int64>(column) * tile_bytes(TWICE_BITS);
-        int staged = first_chunk + turn;
+        const LanePlace<TWICE_BITS> place(lane);
+        int places[ROW_TILES];
 #pragma unroll
-        for (int stage = 0; stage < STAGES; stage++) {
-            if (staged < last_chunk) stage_chunk(stages + stage * CHUNK_WORDS, next, pieces, lane);
-            copy_async_commit();
-            staged += turns;
-            next += turns * chunk_bytes;
-        }
+        for (int tile = 0; tile < ROW_TILES; tile++)
+            places[tile] = smaller(8 * tile + lane / 4, rows - 1) * 4 + lane % 4;
         if (turn == turns - 1) {
 #pragma unroll
             for (int tile = 0; tile < ROW_TILES; tile++) handed[tile * WARP] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
             hand_over(warp + 1);
         }
-        int stage = 0, round = 0;
+        int round = 1;
 #pragma unroll 1
         for (int chunk = first_chunk + turn; chunk < last_chunk; chunk += turns, round++) {
-            const Operand own_operand = {operand + chunk * 4 * stride, stride};
+            const Operand own_operand = {operand + chunk * 4 * (rows * 4), rows * 4};
             uint4 early[EARLY][ROW_TILES];
 #pragma unroll
             for (int quarter = 0; quarter < EARLY; quarter++)
@@ -159,20 +200,15 @@ few_rows(const unsigned char* trellis, const uint4* __restrict__ operand, float*
                 for (int tile = 0; tile < ROW_TILES; tile++) early[quarter][tile] = own_operand.at(quarter, places[tile]);
             copy_async_wait<STAGES - 1>();
             __syncwarp();
-            unsigned* own = stages + stage * CHUNK_WORDS;
             unsigned fragments[CHUNK_TILES][4];
 #pragma unroll
             for (int tile = 0; tile < CHUNK_TILES; tile++)
-                decode_fragment<CODEBOOK, TWICE_BITS>(own + tile * WORDS, place, fragments[tile]);
+                decode_fragment<CODEBOOK, TWICE_BITS>(ring.words() + tile * WORDS, place, fragments[tile]);
             __syncwarp();
-            if (staged < last_chunk) stage_chunk(own, next, pieces, lane);
-            copy_async_commit();
-            staged += turns;
-            next += turns * chunk_bytes;
-            stage = stage + 1 == STAGES ? 0 : stage + 1;
+            ring.advance(lane);
 
             Chains chains;
-            wait_for_turn(turn == 0 ? warp + turns : warp, round + 1);
+            wait_for_turn(turn == 0 ? warp + turns : warp, round);
 #pragma unroll
             for (int tile = 0; tile < ROW_TILES; tile++) {
                 const float4 c = handed[tile * WARP];
@@ -193,7 +229,7 @@ few_rows(const unsigned char* trellis, const uint4* __restrict__ operand, float*
         }
     }
     const Sums sums = {values, shards, rows, tile_columns * TILE};
-    const Finish finish = {scales, bias, y, outputs};
+    const Finish finish = {output_scales, bias, y, outputs};
     const int count = smaller(columns, tile_columns - first_column);
     finish_blocks(sums, finish, counters, first_column, count, shards);
 }

@@ -4,19 +4,14 @@
 
 constexpr int INPUT_WARPS = 8;
 
-// For few rows: in the order of the B operand's registers, uint4 [K / 32, rows, 4]: of row r and lane l = 4r + t the
-// pairs of k = 2t, 2t + 8, 2t + 16, 2t + 24. grid (ceil(K / 128 * rows / warps)), a warp a row and block.
+// For few rows: store_operand's order. grid (ceil(rows * K / 128 / 8)), 256 threads: a warp a row and block.
 extern "C" __global__ void rotate_few(
     const float* x, const half_bits* scales, unsigned* operand, int rows, int inputs, int blocks, int whole) {
-    const int lane = threadIdx.x % WARP;
-    const int unit = (blockIdx.x * blockDim.x + threadIdx.x) / WARP;
+    const int lane = threadIdx.x % WARP, unit = blockIdx.x * INPUT_WARPS + threadIdx.x / WARP;
     if (unit >= rows * blocks) return;
     const int row = unit % rows, block = unit / rows;
-    const uint2 pairs = rotated_inputs(x + static_cast<int64>(row) * inputs, block, inputs, whole, scales, lane);
-    const int quarter = block * 4 + lane / 8, offset = lane % 8;
-    unsigned* at = operand + (static_cast<int64>(quarter) * rows + row) * 16 + offset % 2 * 8 + offset / 2;
-    at[0] = pairs.x;
-    at[4] = pairs.y;
+    const float* from = x + static_cast<int64>(row) * inputs;
+    store_operand(operand, rotated_inputs(from, block, inputs, whole, scales, lane), rows, row, block, lane);
 }
 
 // For many rows: half [rows, 128 * blocks]. grid (blocks, ceil(rows / 8)), 256 threads.

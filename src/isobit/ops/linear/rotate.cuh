@@ -59,3 +59,12 @@ DEVICE uint2 rotated_inputs(
     rotate_128(v, lane);
     return make_uint2(pack_half2(half_of(v[0]), half_of(v[1])), pack_half2(half_of(v[2]), half_of(v[3])));
 }
+
+// Put a row's block of rotated inputs where few_rows finds it: in the order of the B operand's registers, uint4
+// [K / 32, rows, 4]; of row r and t = 0 to 3 the pairs of k = 2t, 2t + 8, 2t + 16, 2t + 24 of each 32.
+DEVICE void store_operand(unsigned* operand, const uint2& pairs, int rows, int row, int block, int lane) {
+    const int quarter = block * 4 + lane / 8, offset = lane % 8;
+    unsigned* at = operand + (static_cast<int64>(quarter) * rows + row) * 16 + offset % 2 * 8 + offset / 2;
+    at[0] = pairs.x;
+    at[4] = pairs.y;
+}
