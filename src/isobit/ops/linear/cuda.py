@@ -127,7 +127,7 @@ def tiles_of(rows: int) -> int:
 
 @dataclass(frozen=True)
 class FewRowsShape:
-    """A block's columns of tiles, the warps that take turns on each, and whether blocks rotate the inputs themselves."""
+    """A block: columns of tiles, warps that take turns on each, and whether it rotates the inputs itself."""
 
     columns: int
     turns: int

@@ -1,0 +1,162 @@
+"""Speed of the linear layer on this GPU at real widths: `python bench/cuda/linear.py [--quick]`.
+
+Milliseconds a call, rotations included, beside the time that the stored weights take at the card's copy rate, or the
+products at its tensor rate. Few rows run in a graph over layers that together are larger than the second-level cache.
+"""
+
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import torch
+
+from isobit.cuda import memory
+from isobit.ops.linear import cuda, cuda_products
+from isobit.ops.linear.cuda_layers import BLOCK, TILE, HalfLayer, TrellisLayer, trellis_defines
+
+COPY_RATE, TENSOR_RATE = 4.3e12, 7.0e14
+CACHE_BYTES = 160 << 20  # of distinct weights, so that every call reads its own from memory
+MOST_LAYERS = 48
+TRELLIS = ((2560, 12288, 3), (2560, 98304, 3), (2560, 98304, 4), (6144, 2560, 4), (2560, 10240, 4), (2560, 512, 4))
+MORE_TRELLIS = ((2560, 6144, 4), (640, 2560, 4), (2560, 640, 4), (2560, 248320, 5), (2560, 98304, 2), (2560, 98304, 5))
+PLAIN = ((10240, 320), (320, 10240), (2560, 512), (2560, 48))
+SHAPES = tuple(
+    cuda.FewRowsShape(columns, turns, fused)
+    for columns, turns in ((1, 4), (2, 4), (3, 4), (4, 3), (6, 2), (2, 2), (1, 8), (1, 2), (3, 2))
+    for fused in (True, False)
+)
+MANY = ((2560, 12288, 4), (6144, 2560, 4), (2560, 640, 4))
+
+
+def milliseconds(actions: Sequence[Callable[[], object]], rounds: int = 1) -> float:
+    """The GPU's time of one of the actions, run in turn: the median of graphs."""
+    for action in actions[:2]:
+        action()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(rounds):
+            for action in actions:
+                action()
+    return timed(graph.replay, 7) / (rounds * len(actions))
+
+
+def timed(action: Callable[[], object], repeats: int) -> float:
+    """Median milliseconds of an action."""
+    action()
+    times = []
+    for _ in range(repeats):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        action()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    return statistics.median(times)
+
+
+def trellis_layer(inputs: int, outputs: int, bits: int) -> TrellisLayer:
+    """A random layer, made on the device."""
+    device = memory.device()
+    shape = inputs // TILE, outputs // TILE, 16 * bits
+    trellis = torch.randint(-(2**15), 2**15, shape, dtype=torch.int16, device=device)
+    suh = (torch.randn(inputs, device=device) / inputs**0.5).half()
+    svh = torch.ones(outputs, device=device).half()
+    counters = memory.zeros((outputs // BLOCK,), torch.int32)
+    defines = trellis_defines("mul1", bits)
+    return TrellisLayer(inputs, outputs, inputs, outputs, None, defines, trellis, suh, svh, counters)
+
+
+def half_layer(inputs: int, outputs: int) -> HalfLayer:
+    """The same of plain weights."""
+    columns = outputs // TILE
+    fragments = (torch.randn((columns, inputs // TILE, 32, 8), device=memory.device()) / inputs**0.5).half()
+    counters = memory.zeros((2 * columns,), torch.int32)
+    return HalfLayer(inputs, outputs, inputs, outputs, None, 2 if outputs <= 512 else 1, fragments, counters)
+
+
+def copies(make: Callable[[], TrellisLayer | HalfLayer]) -> list:
+    """As many layers of one shape as do not fit the cache together."""
+    first = make()
+    count = min(MOST_LAYERS, max(2, -(-CACHE_BYTES // first.nbytes)))
+    return [first, *(make() for _ in range(count - 1))]
+
+
+def few_rows(layers: list, rows: int) -> float:
+    x = torch.randn((rows, layers[0].in_features), device=memory.device())
+    return milliseconds([partial(cuda.linear, x, layer) for layer in layers])
+
+
+def entry(what: str, taken: float, floor: float, amount: float, unit: str) -> dict:
+    """amount: bytes or operations of the call, shown as a rate in `unit` a second (T)."""
+    return {"what": what, "ms": taken, "floor_ms": 1e3 * floor, "rate": f"{amount / taken / 1e9:.3f} {unit}"}
+
+
+def few_times(layers: list, name: str, row_counts: Sequence[int]) -> Iterator[dict]:
+    size = layers[0].nbytes
+    for rows in row_counts:
+        yield entry(f"{name}, {rows} rows", few_rows(layers, rows), size / COPY_RATE, size, "TB/s")
+
+
+def shape_times(layers: list, name: str, rows: int) -> Iterator[dict]:
+    """One layer through every shape of a block, to choose among them."""
+    size, chosen = layers[0].nbytes, cuda.few_rows_shape
+    try:
+        for shape in SHAPES:
+            cuda.few_rows_shape = lambda *sizes, shape=shape: shape  # type: ignore[assignment]
+            what = f"{name}, {rows} rows, {shape.columns} columns, {shape.turns} turns, fused {shape.fused}"
+            yield entry(what, few_rows(layers, rows), size / COPY_RATE, size, "TB/s")
+    finally:
+        cuda.few_rows_shape = chosen
+
+
+def many_times(inputs: int, outputs: int, bits: int, rows: int) -> Iterator[dict]:
+    """A layer of a prompt and its parts; the product on cuBLAS, where it gives the bits, and on the own kernel."""
+    layer = trellis_layer(inputs, outputs, bits)
+    x = torch.randn((rows, inputs), device=memory.device())
+    operations, floor = 2.0 * rows * inputs * outputs, 2.0 * rows * inputs * outputs / TENSOR_RATE
+    name = f"{inputs}x{outputs} {bits} bits, {rows} rows"
+    for what, how in (("by choice", cuda.MANY_ROWS), ("own product", cuda.OWN_PRODUCT)):
+        taken = timed(partial(cuda.linear, x, layer, how), 5)
+        yield entry(f"{name}, {what}", taken, floor, operations, "TFLOP/s")
+    yield entry(f"{name}, expand", timed(partial(cuda.expanded, layer), 5), 2.0 * inputs * outputs / COPY_RATE, 0, "-")
+    weights, count = cuda.expanded(layer), cuda_products.pass_rows(rows)
+    halves = torch.randn((1, count, inputs), device=memory.device()).half()
+    sums = memory.empty((layer.shards, 1, count, outputs))
+    share = count / rows
+    inputs_floor, outputs_floor = 6.0 * count * inputs / COPY_RATE, 8.0 * count * outputs / COPY_RATE
+    part, y = x[:count], memory.empty((count, outputs))
+    rotate_in = timed(partial(cuda.round_inputs, part, layer, halves), 5)
+    rotate_out = timed(partial(cuda.finish_outputs, sums, layer, y), 5)
+    yield entry(f"{name}, {count} of them rotated in", rotate_in, inputs_floor, 0, "-")
+    yield entry(f"{name}, {count} of them rotated out", rotate_out, outputs_floor, 0, "-")
+    for what, own in (("cuBLAS or own", False), ("own", True)):
+        multiply = partial(cuda_products.products, halves[0], weights, layer.shard_bounds, sums[:, 0], own)
+        product = timed(multiply, 5)
+        yield entry(f"{name}, product of {count} rows, {what}", product, floor * share, operations * share, "TFLOP/s")
+
+
+def times(quick: bool) -> list[dict]:
+    """One entry a shape: what, ms, floor_ms, rate."""
+    found: list[dict] = []
+    for inputs, outputs, bits in TRELLIS if quick else (*TRELLIS, *MORE_TRELLIS):
+        layers = copies(partial(trellis_layer, inputs, outputs, bits))
+        name = f"{inputs}x{outputs} {bits} bits"
+        found += few_times(layers, name, (1, 8, 16, 64) if quick else (1, 2, 4, 8, 16, 32, 64))
+        if not quick and (inputs, outputs) in ((2560, 12288), (6144, 2560), (2560, 98304), (2560, 512)):
+            found += shape_times(layers, name, 1)
+            found += shape_times(layers, name, 8) if outputs == 12288 else []
+    for inputs, outputs in PLAIN:
+        layers = copies(partial(half_layer, inputs, outputs))
+        found += few_times(layers, f"{inputs}x{outputs} plain", (1, 8) if quick else (1, 4, 8, 16, 64))
+    for inputs, outputs, bits in MANY[:2] if quick else MANY:
+        found += many_times(inputs, outputs, bits, 6144)
+    return found
+
+
+if __name__ == "__main__":
+    for found in times("--quick" in sys.argv):
+        print(
+            f"{found['what']:72} {found['ms']:9.4f} ms   floor {found['floor_ms']:8.4f}   {found['rate']}", flush=True
+        )
