@@ -104,7 +104,7 @@ def shape_times(layers: list, name: str, rows: int) -> Iterator[dict]:
     size, chosen = layers[0].nbytes, cuda.few_rows_shape
     try:
         for shape in SHAPES:
-            cuda.few_rows_shape = lambda *sizes, shape=shape: shape  # type: ignore[assignment]
+            cuda.few_rows_shape = lambda *sizes, shape=shape: shape
             what = f"{name}, {rows} rows, {shape.columns} columns, {shape.turns} turns, fused {shape.fused}"
             yield entry(what, few_rows(layers, rows), size / COPY_RATE, size, "TB/s")
     finally:
