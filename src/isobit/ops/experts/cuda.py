@@ -9,7 +9,7 @@ import torch
 from isobit.checkpoint.weights import Linear, PlainLinear
 from isobit.cuda import kernels, memory
 from isobit.errors import CheckpointError
-from isobit.ops.experts.cuda_layers import BLOCK, PlacedLayers, place_layers, stored_sizes, whole_blocks
+from isobit.ops.experts.cuda_layers import BLOCK, TILE, PlacedLayers, place_layers, stored_sizes, whole_blocks
 
 __all__ = ["experts", "prepare_experts", "route"]
 
@@ -20,10 +20,9 @@ MOST_SCRATCH_BYTES = 1 << 30  # of one pass over the experts
 ROUTE = "ops/experts/route.cu"
 FEW, FEW_PRODUCTS = "ops/experts/few_rows.cu", "ops/experts/few_products.cu"
 MANY, MANY_PRODUCTS = "ops/experts/many_rows.cu", "ops/experts/many_products.cu"
-GATE, DOWN = 0, 2  # the kernels' numbers of the projections
-FEW_COLUMNS = 64  # outputs of a thread block of few_products.cu
 GATE_ROWS = 32  # rows of a thread block that computes the shared expert's gate
-STAGES, STAGE_INPUTS, SIDES, SUMS_PADDING = 3, 64, 2, 4  # of many_products.cu
+GROUP_ROWS, FEW_WARPS, FEW_STAGES = 8, 4, 3  # of few_products.cu
+MANY_STAGES, STAGE_INPUTS, SIDES, SUMS_PADDING = 3, 64, 2, 4  # of many_products.cu
 
 
 @dataclass(frozen=True)
@@ -32,6 +31,7 @@ class ExpertsHandle:
 
     width, inner_width: hidden and inner values in whole blocks. gate: the shared expert's gate, its float32 weights
     padded to whole steps of 16, and its bias; or `gate_linear`, a handle of the linear op, where it is not plain.
+    inner_counters, row_counters: zeros, with which thread blocks see who comes last; zeros again after every call.
     """
 
     routed: int
@@ -42,6 +42,8 @@ class ExpertsHandle:
     gate: torch.Tensor | None
     gate_bias: torch.Tensor | None
     gate_linear: Any
+    inner_counters: torch.Tensor
+    row_counters: torch.Tensor
     nbytes: int
 
 
@@ -64,16 +66,19 @@ def prepare_experts(
     _check_size(shared_expert_gate, hidden, 1)
     layers = place_layers([weights for triple in triples for weights in triple])
     weights, bias, linear_handle = _place_gate(shared_expert_gate)
+    inner_width = max(whole_blocks(triple[0].out_features) for triple in triples)
     gate_bytes = linear_handle.nbytes if weights is None else weights.nbytes
     return ExpertsHandle(
         routed=len(gate),
         hidden=hidden,
         width=whole_blocks(hidden),
-        inner_width=max(whole_blocks(triple[0].out_features) for triple in triples),
+        inner_width=inner_width,
         layers=layers,
         gate=weights,
         gate_bias=bias,
         gate_linear=linear_handle,
+        inner_counters=memory.zeros((len(triples), inner_width // BLOCK), torch.int32),
+        row_counters=memory.zeros((MOST_FEW_ROWS, whole_blocks(hidden) // BLOCK), torch.int32),
         nbytes=layers.nbytes + gate_bytes,
     )
 
@@ -128,37 +133,27 @@ def _few_rows(
 ) -> None:
     rows, chosen = ids.shape
     pairs, tiles = rows * (chosen + 1), rows * chosen + 1
-    width, inner_width = handle.width, handle.inner_width
-    table, macros = handle.layers.table, handle.layers.macros
+    width, inner_width, table = handle.width, handle.inner_width, handle.layers.table
     ready = memory.empty((2, pairs, width), torch.float16)
     tile_list, members = memory.empty((tiles, 4), torch.int32), memory.empty((tiles, MOST_FEW_ROWS), torch.int32)
     kernels.load(FEW, "prepare_rows")(
-        (width // BLOCK, pairs), 32, x, ids, table, ready, tile_list, members, rows, chosen, handle.routed,
+        (-(-width // (4 * BLOCK)), pairs), 32, x, ids, table, ready, tile_list, members, rows, chosen, handle.routed,
         handle.hidden, width,
     )  # fmt: skip
-    logits = _gate_logits(x, handle)
-    multiply = kernels.load(FEW_PRODUCTS, "multiply_rows", **macros)
-    inner_sums = memory.empty((pairs, 2, inner_width))
-    side_blocks = inner_width // FEW_COLUMNS
-    gate_rows = 0 if handle.gate is None else rows
-    multiply(
-        (2 * side_blocks, tiles + (1 if gate_rows else 0)), 128, table, tile_list, members, GATE, side_blocks, ready,
-        kernels.Long(pairs * width), width, x, handle.hidden, handle.hidden, chosen + 1, inner_sums, 2 * inner_width,
-        gate_rows, handle.gate, 0 if handle.gate is None else handle.gate.numel(), handle.gate_bias, logits,
-    )  # fmt: skip
+    logits, gate = _gate_logits(x, handle), handle.gate
     halves, floats = _hidden_values(handle, pairs)
-    kernels.load(FEW, "activate_rows")(
-        (inner_width // BLOCK, pairs), 32, inner_sums, ids, table, halves, floats, chosen, handle.routed, inner_width
-    )
-    sums = memory.empty((pairs, width))
-    side_blocks = width // FEW_COLUMNS
-    multiply(
-        (side_blocks, tiles), 128, table, tile_list, members, DOWN, side_blocks, halves, kernels.Long(0), inner_width,
-        floats, inner_width, inner_width, 1, sums, width, 0, None, 0, None, None,
+    inner_sums, sums = memory.empty((pairs, 2, inner_width)), memory.empty((pairs, width))
+    macros = {**handle.layers.macros, "ROW_GROUPS": 1 if rows <= GROUP_ROWS else MOST_FEW_ROWS // GROUP_ROWS}
+    shared = _few_shared_bytes(macros)
+    kernels.load(FEW_PRODUCTS, "multiply_gate_up", **macros)(
+        (2 * inner_width // TILE, tiles if gate is None else tiles + 1), 128, table, tile_list, members, ready, pairs,
+        width, x, handle.hidden, chosen + 1, inner_sums, handle.inner_counters, halves, floats, inner_width, gate,
+        0 if gate is None else gate.numel(), handle.gate_bias, logits, shared=shared,
     )  # fmt: skip
-    kernels.load(FEW, "add_rows")(
-        (width // BLOCK, rows), BLOCK, sums, ids, weights, logits, table, y, chosen, handle.routed, handle.hidden,
-        width, shared=4 * BLOCK * (chosen + 1),
+    kernels.load(FEW_PRODUCTS, "multiply_down", **macros)(
+        (width // TILE, tiles), 128, table, tile_list, members, halves, floats, inner_width, sums,
+        handle.row_counters, ids, weights, logits, chosen, handle.routed, y, handle.hidden, width,
+        shared=max(shared, 4 * BLOCK * (chosen + 1)),
     )  # fmt: skip
 
 
@@ -170,7 +165,7 @@ def _many_rows(
     width, inner_width, table = handle.width, handle.inner_width, handle.layers.table
     row_tile = _row_tile()
     macros = {**handle.layers.macros, "ROW_TILE": row_tile}
-    shared = _shared_bytes(macros, row_tile)
+    shared = _many_shared_bytes(macros)
     members, counts = memory.empty((routed + 1, rows), torch.int32), memory.empty((routed + 1,), torch.int32)
     kernels.load(MANY, "sort_pairs")(routed + 1, 256, ids, members, counts, rows, chosen, routed)
     most_tiles = pairs // row_tile + min(routed + 1, pairs)
@@ -228,12 +223,26 @@ def _row_tile() -> int:
     return 64 if memory.architecture() in ((0, 0), (8, 6), (8, 9), (12, 0), (12, 1)) else 128
 
 
-def _shared_bytes(macros: dict[str, int], row_tile: int) -> int:
-    widths = macros["THREE_INST_WIDTHS"] | macros["MCG_WIDTHS"] | macros["MUL1_WIDTHS"]
-    tile_bytes = 16 * max(widths.bit_length() - 1, 0)
-    tiles = STAGE_INPUTS // 16 * (BLOCK // 16)
-    stages = STAGES * SIDES * (row_tile * STAGE_INPUTS * 2 + tiles * tile_bytes)
+def _few_shared_bytes(macros: dict[str, int]) -> int:
+    """What a block of few_products.cu needs: chains handed on and tiles on their way, or the inputs of the gate."""
+    groups, long = macros["ROW_GROUPS"], macros["LONG_LAYERS"]
+    handed = groups * 32 * (48 if long else 16)
+    gate_rows = 8 if groups == 1 else GATE_ROWS
+    gate = 4 * (gate_rows * (BLOCK + 1) + BLOCK)
+    return max(handed + FEW_STAGES * FEW_WARPS * (BLOCK // TILE) * _most_tile_bytes(macros), gate)
+
+
+def _many_shared_bytes(macros: dict[str, int]) -> int:
+    """What a block of many_products.cu needs: rows and tiles on their way, then the sums."""
+    row_tile, tiles = macros["ROW_TILE"], STAGE_INPUTS // TILE * (BLOCK // TILE)
+    stages = MANY_STAGES * SIDES * (row_tile * STAGE_INPUTS * 2 + tiles * _most_tile_bytes(macros))
     return max(stages, SIDES * row_tile * (BLOCK + SUMS_PADDING) * 4)
+
+
+def _most_tile_bytes(macros: dict[str, int]) -> int:
+    """Bytes of a tile of the widest format."""
+    widths = macros["THREE_INST_WIDTHS"] | macros["MCG_WIDTHS"] | macros["MUL1_WIDTHS"]
+    return 16 * max(widths.bit_length() - 1, 0)
 
 
 def _place_gate(weights: Linear) -> tuple[torch.Tensor | None, torch.Tensor | None, Any]:

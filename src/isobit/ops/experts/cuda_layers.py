@@ -34,7 +34,7 @@ POINTERS = ("weights", "input_scales", "output_scales", "bias")
 
 @dataclass(frozen=True)
 class PlacedLayers:
-    """Layers on the device. table: `struct Layer` of each, as bytes, which points into `arena`. macros: of the kernels."""
+    """Layers on the device. table: `struct Layer` of each as bytes, pointing into `arena`. macros: of the kernels."""
 
     table: torch.Tensor
     arena: torch.Tensor

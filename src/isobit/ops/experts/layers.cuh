@@ -39,6 +39,8 @@ DEVICE int expert_of_pair(const int* ids, int pair, int chosen, int experts) {
     return choice == chosen ? experts : ids[row * chosen + choice];
 }
 
+DEVICE int whole_blocks(int count) { return (count + BLOCK - 1) / BLOCK * BLOCK; }
+
 // The first 128-block of k-shard `shard`, of `blocks` blocks.
 DEVICE int shard_begin(int shard, int blocks) { return shard * blocks / K_SHARDS; }
 
@@ -74,6 +76,14 @@ struct Chains {
 #endif
     }
 
+    // Go on at a 128-block with sums and totals of another's chains.
+    __device__ __forceinline__ void resume(int block, int inputs) {
+#if LONG_LAYERS
+        sharded = inputs >= LONG_INPUTS && block > shard_begin(1, (inputs + BLOCK - 1) / BLOCK);
+#endif
+        close(block, inputs);
+    }
+
     __device__ __forceinline__ float result(int i) const {
 #if LONG_LAYERS
         if (sharded) return static_cast<float>(totals[i] + sums[i]);
@@ -97,58 +107,180 @@ DEVICE float plain_chain(const Layer& layer, const float* row, int width, int co
     return chain.result(0);
 }
 
-DEVICE float4 load4(const float* pointer) { return *reinterpret_cast<const float4*>(pointer); }
+// Eight lanes, an octet, have a block of 128 values: value 4 m + 2 b + i of lane j is number 32 m + 8 b + i +
+// octet_place(j). These are, of every 32 inputs, what lane j % 4 of a quad takes for a step of the B operand.
+constexpr int OCTET = 8, OCTET_VALUES = BLOCK / OCTET, OCTETS = WARP / OCTET;
 
-// The input of a trellis layer from values 4 lane .. 4 lane + 3 of a block: scaled, rotated, rounded to half.
+DEVICE int octet_place(int j) { return 16 * (j / 4) + 2 * (j % 4); }
+DEVICE int octet_offset(int pair) { return 32 * (pair / 2) + 8 * (pair % 2); }
+
+DEVICE void load_octet(const float* block, int j, float v[OCTET_VALUES]) {
+#pragma unroll
+    for (int pair = 0; pair < OCTET_VALUES / 2; pair++) {
+        const float2 two = *reinterpret_cast<const float2*>(block + octet_place(j) + octet_offset(pair));
+        v[2 * pair] = two.x;
+        v[2 * pair + 1] = two.y;
+    }
+}
+
+DEVICE void store_octet(const float v[OCTET_VALUES], int j, float* block) {
+#pragma unroll
+    for (int pair = 0; pair < OCTET_VALUES / 2; pair++)
+        *reinterpret_cast<float2*>(block + octet_place(j) + octet_offset(pair)) =
+            make_float2(v[2 * pair], v[2 * pair + 1]);
+}
+
+// A row's values of the block that begins at `first`, zeros from `width` on.
+DEVICE void load_octet_of_row(const float* row, int first, int width, int j, float v[OCTET_VALUES]) {
+    if (width % 2 == 0 && first + BLOCK <= width) {
+        load_octet(row + first, j, v);
+        return;
+    }
+#pragma unroll
+    for (int i = 0; i < OCTET_VALUES; i++) {
+        const int k = first + octet_place(j) + octet_offset(i / 2) + i % 2;
+        v[i] = k < width ? row[k] : 0.0f;
+    }
+}
+
+DEVICE void scale_octet(const half_bits* scales, int j, float v[OCTET_VALUES]) {
+#pragma unroll
+    for (int pair = 0; pair < OCTET_VALUES / 2; pair++) {
+        const unsigned two = *reinterpret_cast<const unsigned*>(scales + octet_place(j) + octet_offset(pair));
+        v[2 * pair] = v[2 * pair] * float_of_half(static_cast<half_bits>(two & 0xFFFFu));
+        v[2 * pair + 1] = v[2 * pair + 1] * float_of_half(static_cast<half_bits>(two >> 16));
+    }
+}
+
+template <int STRIDE>
+DEVICE void add_in_lane(float v[OCTET_VALUES]) {
+#pragma unroll
+    for (int i = 0; i < OCTET_VALUES; i++) {
+        if (i & STRIDE) continue;
+        const float low = v[i], high = v[i + STRIDE];
+        v[i] = low + high;
+        v[i + STRIDE] = low - high;
+    }
+}
+
+DEVICE void add_between_lanes(float v[OCTET_VALUES], int j, int mask) {
+    // A product with 1 or -1 is exact, so that every lane adds.
+    const float sign = j & mask ? -1.0f : 1.0f;
+#pragma unroll
+    for (int i = 0; i < OCTET_VALUES; i++) v[i] = fma32(sign, v[i], shuffle_xor(v[i], mask));
+}
+
+// The rotation of docs/arithmetic.md, *linear*: strides 1, 2, ..., 64, then times 1 / sqrt(128).
+DEVICE void rotate_octet(float v[OCTET_VALUES], int j) {
+    add_in_lane<1>(v);
+    add_between_lanes(v, j, 1);
+    add_between_lanes(v, j, 2);
+    add_in_lane<2>(v);
+    add_between_lanes(v, j, 4);
+    add_in_lane<4>(v);
+    add_in_lane<8>(v);
+#pragma unroll
+    for (int i = 0; i < OCTET_VALUES; i++) v[i] = v[i] * INVERSE_ROOT;
+}
+
+// Two nearest halves, saturating; NaN stays NaN.
+DEVICE unsigned saturated_halves(float low, float high) {
+#ifdef EMULATED
+    return pack_half2(half_of(low), half_of(high));
+#else
+    unsigned packed;
+    asm("cvt.rn.f16x2.f32 %0, %2, %1;\n\t"
+        "min.NaN.f16x2 %0, %0, %3;\n\t"
+        "max.NaN.f16x2 %0, %0, %4;"
+        : "=&r"(packed) : "f"(low), "f"(high), "r"(0x7BFF7BFFu), "r"(0xFBFFFBFFu));
+    return packed;
+#endif
+}
+
+// The input of a trellis layer from a block of values, which are changed: scaled, rotated, rounded to half.
 //
 // A row's halves are kept in the order of the B operand: of 32 inputs, lane t of a quad has its two steps' four pairs
 // in 16 bytes, so input 16 a + 8 b + 2 t + i is at 8 t + 4 a + 2 b + i.
-DEVICE void write_input(const Layer& layer, int block, const float values[4], int lane, half_bits* row) {
-    float v[4], scales[4];
-    load_halves(layer.input_scales + block * BLOCK + 4 * lane, scales);
+DEVICE void write_input(const Layer& layer, int block, float v[OCTET_VALUES], int j, bool writes, half_bits* row) {
+    scale_octet(layer.input_scales + block * BLOCK, j, v);
+    rotate_octet(v, j);
+    if (!writes) return;
+    half_bits* place = row + block * BLOCK + 8 * (j % 4) + 4 * (j / 4);
 #pragma unroll
-    for (int i = 0; i < 4; i++) v[i] = values[i] * scales[i];
-    rotate_128(v, lane);
-    const unsigned first = pack_half2(half_of(v[0]), half_of(v[1])), second = pack_half2(half_of(v[2]), half_of(v[3]));
-    // Lanes two apart have the two halves of a step: each takes one pair of lanes' 8 bytes.
-    const bool upper = (lane & 2) != 0;
-    const unsigned theirs = shuffle_xor(upper ? first : second, 2);
-    const int quad_lane = 2 * (lane & 1) + upper, step = lane >> 2 & 1;
-    half_bits* place = row + block * BLOCK + (lane >> 3) * 32 + 8 * quad_lane + 4 * step;
-    *reinterpret_cast<uint2*>(place) = upper ? make_uint2(theirs, second) : make_uint2(first, theirs);
+    for (int m = 0; m < OCTET_VALUES / 4; m++)
+        *reinterpret_cast<uint2*>(place + 32 * m) = make_uint2(saturated_halves(v[4 * m], v[4 * m + 1]),
+                                                               saturated_halves(v[4 * m + 2], v[4 * m + 3]));
 }
 
-// Outputs 4 lane .. 4 lane + 3 of a block from its sums, in place; zero past the layer's real outputs.
-DEVICE void finish_outputs(const Layer& layer, int block, float values[4], int lane) {
-    const int column = block * BLOCK + 4 * lane;
+// A block of outputs from its sums, in place; zeros past the layer's real outputs.
+DEVICE void finish_outputs(const Layer& layer, int block, float v[OCTET_VALUES], int j) {
+    // Octets of a warp may have layers of both kinds, but shuffle together.
+    float rotated[OCTET_VALUES];
+#pragma unroll
+    for (int i = 0; i < OCTET_VALUES; i++) rotated[i] = v[i];
+    rotate_octet(rotated, j);
     if (layer.format != PLAIN) {
-        rotate_128(values, lane);
-        float scales[4];
-        load_halves(layer.output_scales + column, scales);
+        scale_octet(layer.output_scales + block * BLOCK, j, rotated);
 #pragma unroll
-        for (int i = 0; i < 4; i++) values[i] = values[i] * scales[i];
+        for (int i = 0; i < OCTET_VALUES; i++) v[i] = rotated[i];
     }
+    if (!layer.bias && (block + 1) * BLOCK <= layer.real_outputs) return;
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-        const bool real = column + i < layer.real_outputs;
-        if (real && layer.bias) values[i] = values[i] + layer.bias[column + i];
-        if (!real) values[i] = 0.0f;
+    for (int i = 0; i < OCTET_VALUES; i++) {
+        const int column = block * BLOCK + octet_place(j) + octet_offset(i / 2) + i % 2;
+        const bool real = column < layer.real_outputs;
+        if (real && layer.bias) v[i] = v[i] + layer.bias[column];
+        if (!real) v[i] = 0.0f;
     }
 }
 
-// The hidden values of a pair's block from the sums of gate and up, as the down projection takes them.
-DEVICE void write_hidden(const Layer* layers, int expert, int block, float gates[4], float ups[4], int lane,
-                         half_bits* halves, float* floats) {
-    finish_outputs(layer_of(layers, expert, GATE), block, gates, lane);
-    finish_outputs(layer_of(layers, expert, UP), block, ups, lane);
-    float hidden[4];
+// A pair's block of hidden values from its sums of gate and up, as the down projection takes them: halves or floats.
+DEVICE void write_hidden(const Layer* layers, int expert, int block, const float* gate_sums, const float* up_sums,
+                         int j, bool writes, half_bits* halves, float* floats) {
+    float hidden[OCTET_VALUES], ups[OCTET_VALUES];
+    load_octet(gate_sums, j, hidden);
+    load_octet(up_sums, j, ups);
+    finish_outputs(layer_of(layers, expert, GATE), block, hidden, j);
+    finish_outputs(layer_of(layers, expert, UP), block, ups, j);
 #pragma unroll
-    for (int i = 0; i < 4; i++) hidden[i] = silu32(gates[i]) * ups[i];
+    for (int i = 0; i < OCTET_VALUES; i++) hidden[i] = silu32(hidden[i]) * ups[i];
     const Layer& down = layer_of(layers, expert, DOWN);
-    if (down.format != PLAIN) write_input(down, block, hidden, lane, halves);
-    else
-        *reinterpret_cast<float4*>(floats + block * BLOCK + 4 * lane) =
-            make_float4(hidden[0], hidden[1], hidden[2], hidden[3]);
+    if (down.format != PLAIN) write_input(down, block, hidden, j, writes, halves);
+    else if (writes) store_octet(hidden, j, floats + block * BLOCK);
+}
+
+// A pair's block of weighted outputs from its sums of down.
+DEVICE void write_terms(const Layer& down, int block, const float* sums, float weight, int j, bool writes,
+                        float* terms) {
+    float v[OCTET_VALUES];
+    load_octet(sums, j, v);
+    finish_outputs(down, block, v, j);
+#pragma unroll
+    for (int i = 0; i < OCTET_VALUES; i++) v[i] = weight * v[i];
+    if (writes) store_octet(v, j, terms);
+}
+
+// Count an arrival; whether it is number `expected`, after which the counter is 0 again. What others wrote before their
+// arrivals is then to be seen.
+DEVICE bool is_last(int* counter, int expected) {
+#ifdef EMULATED
+    const int before = (*counter)++;
+#else
+    int before;
+    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+#endif
+    if (before + 1 < expected) return false;
+    *counter = 0;
+    return true;
+}
+
+// The same for a whole block, in all of its threads.
+DEVICE bool arrives_last(int* counter, int expected) {
+    __shared__ bool last;
+    __syncthreads();
+    if (threadIdx.x == 0) last = is_last(counter, expected);
+    __syncthreads();
+    return last;
 }
 
 // The float64 sum of a row's terms by ascending expert, in expert shards, the shared term last; rounded once.

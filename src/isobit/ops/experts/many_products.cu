@@ -23,45 +23,51 @@ DEVICE constexpr int most_twice() {
 }
 constexpr int SIDE_TILE_PIECES = STAGE_TILES * (BLOCK / TILE) * most_twice();
 
-// What a thread copies to shared memory: pieces of 16 bytes of rows, swizzled, and of tiles.
+// What a thread copies to shared memory for its side: pieces of 16 bytes of rows, swizzled, and of tiles.
 struct Copies {
-    static constexpr int rounds = SIDE_PIECES / (SIDE_WARPS * WARP);
-    static constexpr int rows_a_round = SIDE_WARPS * WARP / ROW_PIECES;
-    int64 offsets[rounds];  // of its rows, or -1
-    const half_bits* rows;
+    static constexpr int side_threads = SIDE_WARPS * WARP;
+    static constexpr int row_rounds = SIDE_PIECES / side_threads, rows_a_round = side_threads / ROW_PIECES;
+    static constexpr int tile_rounds = (SIDE_TILE_PIECES + side_threads - 1) / side_threads;
+    const uint4* rows;
     const unsigned char* tiles;
-    int row_bytes, column_bytes;
+    int row_offsets[row_rounds];  // in pieces, or -1
+    int tile_offsets[tile_rounds + 1];  // in bytes, or -1
+    int64 tile_stride;  // from stage to stage
     int thread;
 
     __device__ __forceinline__ Copies(const Layer& layer, int first_column, const half_bits* ready, int width,
                                       const int* members, int count, int side_thread) {
         thread = side_thread;
-        rows = ready + 8 * (thread % ROW_PIECES);
+        rows = reinterpret_cast<const uint4*>(ready) + thread % ROW_PIECES;
 #pragma unroll
-        for (int i = 0; i < rounds; i++) {
+        for (int i = 0; i < row_rounds; i++) {
             const int row = thread / ROW_PIECES + rows_a_round * i;
-            offsets[i] = row < count ? static_cast<int64>(members[row]) * width : -1;
+            row_offsets[i] = row < count ? members[row] * (width / 8) : -1;
         }
-        const int twice = layer.format % 32;
-        row_bytes = layer.outputs / TILE * tile_bytes(twice);
-        column_bytes = BLOCK / TILE * tile_bytes(twice);
-        tiles = reinterpret_cast<const unsigned char*>(layer.weights) + first_column / TILE * tile_bytes(twice);
+        const int bytes = tile_bytes(layer.format % 32), row_bytes = layer.outputs / TILE * bytes;
+        const int pieces = BLOCK / TILE * bytes / 16;
+        tiles = reinterpret_cast<const unsigned char*>(layer.weights) + first_column / TILE * bytes;
+        tile_stride = static_cast<int64>(STAGE_TILES) * row_bytes;
+#pragma unroll
+        for (int i = 0; i < tile_rounds; i++) {
+            const int piece = thread + side_threads * i, tile_row = piece / pieces;
+            tile_offsets[i] = tile_row < STAGE_TILES ? tile_row * row_bytes + (piece - tile_row * pieces) * 16 : -1;
+        }
     }
     __device__ __forceinline__ void copy_rows(int stage, uint4* to) const {
+        const uint4* source = rows + stage * ROW_PIECES;
+        // Rows a round apart have the same parity, so the same swizzle.
+        const int row = thread / ROW_PIECES;
+        uint4* target = to + row * ROW_PIECES + (thread % ROW_PIECES ^ (row & 1) << 2);
 #pragma unroll
-        for (int i = 0; i < rounds; i++) {
-            const int row = thread / ROW_PIECES + rows_a_round * i;
-            const int piece = thread % ROW_PIECES ^ (row & 1) << 2;
-            if (offsets[i] >= 0) copy_async_16(to + row * ROW_PIECES + piece, rows + offsets[i] + stage * STAGE_INPUTS);
-        }
+        for (int i = 0; i < row_rounds; i++)
+            if (row_offsets[i] >= 0) copy_async_16(target + i * rows_a_round * ROW_PIECES, source + row_offsets[i]);
     }
     __device__ __forceinline__ void copy_tiles(int stage, uint4* to) const {
-        const int pieces = column_bytes / 16;
-        const unsigned char* source = tiles + static_cast<int64>(stage) * STAGE_TILES * row_bytes;
-        for (int i = thread; i < STAGE_TILES * pieces; i += SIDE_WARPS * WARP) {
-            const int tile_row = i / pieces;
-            copy_async_16(to + i, source + static_cast<int64>(tile_row) * row_bytes + (i - tile_row * pieces) * 16);
-        }
+        const unsigned char* source = tiles + stage * tile_stride;
+#pragma unroll
+        for (int i = 0; i < tile_rounds; i++)
+            if (tile_offsets[i] >= 0) copy_async_16(to + thread + side_threads * i, source + tile_offsets[i]);
     }
 };
 
@@ -191,12 +197,10 @@ DEVICE void multiply_sides(const Layer& layer, const Layer& other_layer, int fir
     __syncthreads();
 }
 
-DEVICE void load_sums(const float* sums, int side, int row, int lane, float values[4]) {
-    const float4 loaded = load4(sums + (side * ROW_TILE + row) * SUMS_STRIDE + 4 * lane);
-    values[0] = loaded.x;
-    values[1] = loaded.y;
-    values[2] = loaded.z;
-    values[3] = loaded.w;
+// A thread's row of each THREADS / OCTET rows: neighbouring octets read sums two rows apart, in other banks.
+DEVICE int octet_row() {
+    const int octet = threadIdx.x / OCTET;
+    return octet & ~3 | (octet & 1) << 1 | octet >> 1 & 1;
 }
 
 // ready [2][pairs, width] of gate and up -> inputs of down [pairs, inner_width]: halves, or floats if plain.
@@ -213,13 +217,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) multiply_gate_up(
                    true, false, ready + side * ready_side, width, x, hidden, hidden, pairs_a_row, list, tile.count,
                    shared);
     const float* sums = reinterpret_cast<const float*>(shared);
-    const int lane = threadIdx.x % WARP;
-    for (int row = threadIdx.x / WARP; row < tile.count; row += WARPS) {
-        float gates[4], ups[4];
-        load_sums(sums, 0, row, lane, gates);
-        load_sums(sums, 1, row, lane, ups);
+    for (int first = 0; first < tile.count; first += THREADS / OCTET) {
+        const bool writes = first + octet_row() < tile.count;
+        const int row = smaller(first + octet_row(), tile.count - 1);
+        const float* gate_sums = sums + row * SUMS_STRIDE;
         const int64 place = static_cast<int64>(list[row]) * inner_width;
-        write_hidden(layers, tile.expert, block, gates, ups, lane, halves + place, floats + place);
+        write_hidden(layers, tile.expert, block, gate_sums, gate_sums + ROW_TILE * SUMS_STRIDE, threadIdx.x % OCTET,
+                     writes, halves + place, floats + place);
     }
 }
 
@@ -236,16 +240,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) multiply_down(
     multiply_sides(down, down, block * BLOCK, block * BLOCK < width, true, halves, inner_width, floats, inner_width,
                    inner_width, 1, list, tile.count, shared);
     const float* sums = reinterpret_cast<const float*>(shared);
-    const int lane = threadIdx.x % WARP;
-    for (int i = threadIdx.x / WARP; i < SIDES * tile.count; i += WARPS) {
-        const int side = i % SIDES, row = i / SIDES, out_block = SIDES * blockIdx.x + side;
-        if (out_block * BLOCK >= width) continue;
-        const int pair = list[row], x_row = pair / (chosen + 1), choice = pair % (chosen + 1);
+    for (int first = 0; first < tile.count; first += THREADS / OCTET) {
+        const bool is_row = first + octet_row() < tile.count;
+        const int row = smaller(first + octet_row(), tile.count - 1);
+        const int64 pair = list[row];
+        const int x_row = pair / (chosen + 1), choice = pair % (chosen + 1);
         const float weight = choice == chosen ? sigmoid32(gate_logits[x_row]) : weights[x_row * chosen + choice];
-        float values[4];
-        load_sums(sums, side, row, lane, values);
-        finish_outputs(down, out_block, values, lane);
-        *reinterpret_cast<float4*>(terms + static_cast<int64>(pair) * width + out_block * BLOCK + 4 * lane) =
-            make_float4(weight * values[0], weight * values[1], weight * values[2], weight * values[3]);
+        for (int side = 0; side < SIDES; side++) {
+            const int out_block = SIDES * blockIdx.x + side;
+            if (out_block * BLOCK >= width) break;
+            write_terms(down, out_block, sums + (side * ROW_TILE + row) * SUMS_STRIDE, weight, threadIdx.x % OCTET,
+                        is_row, terms + pair * width + out_block * BLOCK);
+        }
     }
 }

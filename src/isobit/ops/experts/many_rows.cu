@@ -4,6 +4,8 @@
 
 constexpr int SORT_THREADS = 256;
 constexpr int PLAN_THREADS = 1024;
+constexpr int GATE_ROWS = 32;
+constexpr int PREPARE_WARPS = 4;
 
 // members[expert * rows + i]: the pairs of each expert by ascending row; counts[expert]. One block an expert.
 extern "C" __global__ void __launch_bounds__(SORT_THREADS) sort_pairs(
@@ -65,26 +67,27 @@ extern "C" __global__ void __launch_bounds__(PLAN_THREADS) plan_tiles(
 }
 
 // x [rows, hidden] -> each pair's inputs of gate and up: ready [2][pairs, width].
-// grid (blocks of 128 inputs / 4, rows), 4 warps, each a block of the row for all its experts.
-extern "C" __global__ void __launch_bounds__(4 * WARP) prepare_rows(
+// grid (blocks of 128 inputs / 4, rows), 128 threads: the octets of a warp have blocks, the warps experts by turns.
+extern "C" __global__ void __launch_bounds__(PREPARE_WARPS * WARP) prepare_rows(
     const float* x, const int* ids, const Layer* layers, half_bits* ready, int rows, int chosen, int experts,
     int hidden, int width) {
-    const int block = blockIdx.x * 4 + threadIdx.x / WARP, row = blockIdx.y, lane = threadIdx.x % WARP;
-    if (block * BLOCK >= width) return;
-    float values[4];
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        const int k = block * BLOCK + 4 * lane + i;
-        values[i] = k < hidden ? x[static_cast<int64>(row) * hidden + k] : 0.0f;
-    }
+    const int row = blockIdx.y, j = threadIdx.x % OCTET, blocks = width / BLOCK;
+    const int octet_block = blockIdx.x * OCTETS + threadIdx.x % WARP / OCTET;
+    const int block = smaller(octet_block, blocks - 1);
+    float values[OCTET_VALUES];
+    load_octet_of_row(x + static_cast<int64>(row) * hidden, block * BLOCK, hidden, j, values);
     const int64 pairs = static_cast<int64>(rows) * (chosen + 1);
-    for (int choice = 0; choice <= chosen; choice++) {
+    for (int choice = threadIdx.x / WARP; choice <= chosen; choice += PREPARE_WARPS) {
         const int64 pair = static_cast<int64>(row) * (chosen + 1) + choice;
         const int expert = choice == chosen ? experts : ids[row * chosen + choice];
+#pragma unroll
         for (int projection = GATE; projection <= UP; projection++) {
             const Layer& layer = layer_of(layers, expert, projection);
-            if (layer.format != PLAIN)
-                write_input(layer, block, values, lane, ready + (projection * pairs + pair) * width);
+            if (layer.format == PLAIN) continue;
+            float own[OCTET_VALUES];
+#pragma unroll
+            for (int i = 0; i < OCTET_VALUES; i++) own[i] = values[i];
+            write_input(layer, block, own, j, octet_block < blocks, ready + (projection * pairs + pair) * width);
         }
     }
 }
@@ -92,7 +95,8 @@ extern "C" __global__ void __launch_bounds__(4 * WARP) prepare_rows(
 // grid ceil(rows / 32), 128 threads.
 extern "C" __global__ void __launch_bounds__(GATE_THREADS) shared_gates(
     const float* x, int hidden, int rows, const float* weights, int inputs, const float* bias, float* logits) {
-    shared_gate_logits(x, hidden, rows, blockIdx.x * GATE_ROWS, weights, inputs, bias, logits);
+    __shared__ GateInputs<GATE_ROWS> staged;
+    shared_gate_logits(x, hidden, rows, blockIdx.x * GATE_ROWS, weights, inputs, bias, logits, staged);
 }
 
 // terms [pairs, width] -> y [rows, hidden]. grid (ceil(width / 512), rows), 128 threads of 4 columns.
@@ -104,14 +108,14 @@ extern "C" __global__ void __launch_bounds__(128) add_terms(
     const float* source = terms + static_cast<int64>(row) * (chosen + 1) * width + column;
 #pragma unroll 4
     for (int choice = 0; choice < chosen; choice++) {
-        const float4 term = load4(source + static_cast<int64>(choice) * width);
+        const float4 term = *reinterpret_cast<const float4*>(source + static_cast<int64>(choice) * width);
         const int expert = ids[row * chosen + choice];
         sums[0].add(expert, term.x);
         sums[1].add(expert, term.y);
         sums[2].add(expert, term.z);
         sums[3].add(expert, term.w);
     }
-    const float4 shared = load4(source + static_cast<int64>(chosen) * width);
+    const float4 shared = *reinterpret_cast<const float4*>(source + static_cast<int64>(chosen) * width);
     const float values[4] = {sums[0].with_shared(shared.x), sums[1].with_shared(shared.y),
                              sums[2].with_shared(shared.z), sums[3].with_shared(shared.w)};
     float* place = y + static_cast<int64>(row) * hidden + column;

@@ -2,24 +2,26 @@
 #pragma once
 #include "ops/experts/layers.cuh"
 
-constexpr int GATE_ROWS = 32;
 constexpr int GATE_THREADS = 128, GATE_WARPS = GATE_THREADS / WARP;
-constexpr int GATE_LOADS = GATE_ROWS / GATE_WARPS;
 
+// 128 inputs of ROWS rows and of the weights; a lane a row reads a column without conflicts.
+template <int ROWS>
 struct GateInputs {
-    float rows[GATE_ROWS][BLOCK + 1];  // lanes read a column without conflicts
+    float rows[ROWS][BLOCK + 1];
     float weights[BLOCK];
 };
 
 // A warp's part of 128 inputs: rows warp, warp + 4, ... and, of the weights, 32.
+template <int ROWS>
 struct GateLoads {
-    float rows[GATE_LOADS][4];
+    static constexpr int count = ROWS / GATE_WARPS;
+    float rows[count][4];
     float weight;
 
     __device__ __forceinline__ void load(const float* x, int hidden, int rows_left, const float* weights, int inputs,
                                          int first, int warp, int lane) {
 #pragma unroll
-        for (int i = 0; i < GATE_LOADS; i++) {
+        for (int i = 0; i < count; i++) {
             const int row = warp + GATE_WARPS * i;
             if (row >= rows_left) continue;
 #pragma unroll
@@ -31,9 +33,9 @@ struct GateLoads {
         const int k = first + WARP * warp + lane;
         weight = k < inputs ? weights[k] : 0.0f;
     }
-    __device__ __forceinline__ void store(GateInputs& to, int rows_left, int warp, int lane) const {
+    __device__ __forceinline__ void store(GateInputs<ROWS>& to, int rows_left, int warp, int lane) const {
 #pragma unroll
-        for (int i = 0; i < GATE_LOADS; i++) {
+        for (int i = 0; i < count; i++) {
             const int row = warp + GATE_WARPS * i;
             if (row >= rows_left) continue;
 #pragma unroll
@@ -43,15 +45,16 @@ struct GateLoads {
     }
 };
 
-// logits of up to 32 rows from `first_row` on: x [rows, hidden] times weights [inputs], inputs a multiple of 16.
+// logits of up to ROWS rows from `first_row` on: x [rows, hidden] times weights [inputs], inputs a multiple of 16.
+template <int ROWS>
 DEVICE void shared_gate_logits(const float* x, int hidden, int rows, int first_row, const float* weights, int inputs,
-                               const float* bias, float* logits) {
-    __shared__ GateInputs staged;
+                               const float* bias, float* logits, GateInputs<ROWS>& staged) {
+    static_assert(ROWS <= WARP && ROWS % GATE_WARPS == 0, "a row is a lane of the first warp");
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-    const int rows_left = smaller(rows - first_row, GATE_ROWS);
+    const int rows_left = smaller(rows - first_row, ROWS);
     if (rows_left <= 0) return;
     const float* source = x + static_cast<int64>(first_row) * hidden;
-    GateLoads loads;
+    GateLoads<ROWS> loads;
     loads.load(source, hidden, rows_left, weights, inputs, 0, warp, lane);
     Chains<1> chain;
     for (int first = 0; first < inputs; first += BLOCK) {
