@@ -51,6 +51,7 @@ class _Compiler:
             std="c++17",
             fma=False,
             ftz=False,
+            device_as_default_execution_space=True,
             prec_div=True,
             prec_sqrt=True,
             define_macro=[("NVRTC", "1"), *((key, str(value)) for key, value in sorted(defines.items()))],

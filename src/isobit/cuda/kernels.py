@@ -5,6 +5,8 @@ null pointer, int as int32, float as float32, `Long` and `Double` as 64 bits.
 """
 
 import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, Protocol
 
@@ -48,9 +50,9 @@ class Kernel:
 
     def launcher(self) -> Launcher:
         """Compile the kernel if this device has not yet; raises DeviceError."""
-        kind = "emulator" if memory.is_emulated() else "gpu"
+        kind = _rehearsed or ("emulator" if memory.is_emulated() else "gpu")
         if kind not in self._launchers:
-            self._launchers[kind] = (_on_emulator if kind == "emulator" else _on_gpu)(self)
+            self._launchers[kind] = _launcher(self, kind)
         return self._launchers[kind]
 
     def __repr__(self) -> str:
@@ -93,14 +95,39 @@ def three(size: Size) -> tuple[int, int, int]:
     return int(x), int(y), int(z)
 
 
-def _on_emulator(kernel: Kernel) -> Launcher:
-    from isobit.cuda.emulator import EmulatedKernel
-
-    return EmulatedKernel(kernel.source, kernel.name, kernel.defines)
+_rehearsed: str | None = None
 
 
-def _on_gpu(kernel: Kernel) -> Launcher:
-    return _GpuKernel(kernel)
+@contextmanager
+def rehearsal(architecture: str) -> Iterator[None]:
+    """Launches compile their kernel for an architecture such as "sm_90a" and run nothing; arrays lie on the host.
+
+    For tests, and to fill the store of compiled kernels, on a machine without a GPU.
+    """
+    global _rehearsed
+    _rehearsed = architecture
+    emulated = memory.is_emulated()
+    memory.emulate(True)
+    try:
+        yield
+    finally:
+        _rehearsed = None
+        memory.emulate(emulated)
+
+
+def _launcher(kernel: Kernel, kind: str) -> Launcher:
+    if kind == "gpu":
+        return _GpuKernel(kernel)
+    if kind == "emulator":
+        from isobit.cuda.emulator import EmulatedKernel
+
+        return EmulatedKernel(kernel.source, kernel.name, kernel.defines)
+    compiler.binary(kernel.source, kernel.defines, kind)
+    return _run_nothing
+
+
+def _run_nothing(grid: Size, block: Size, *arguments: Any, shared: int = 0) -> None:
+    pass
 
 
 class _GpuKernel:
