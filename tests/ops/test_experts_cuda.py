@@ -14,7 +14,10 @@ from isobit.cuda import kernels, memory
 from isobit.errors import CheckpointError
 from isobit.ops.experts import cpu, cuda, cuda_contract
 from isobit.ops.experts.contract import plain_experts, trellis_experts
+from isobit.ops.linear import cpu as linear_cpu
 from isobit.ops.linear.contract import random_trellis
+from isobit.ops.linear.cuda import linear, prepare_linear
+from tests.ops import plain
 from tests.ops.test_experts import some_rows
 
 pytestmark = pytest.mark.usefixtures("emulated_cuda")
@@ -55,6 +58,30 @@ def test_experts_keep_their_contract(label, gates):
     op = cuda_contract.ExpertsOp()
     (case,) = (case for case in cases_of(op, wide=False) if case.label == label)
     assert not list(problems(op, [case], ["few_rows", "many_rows"], gates))
+
+
+def one_expert(x, *layers):
+    gates, ups = (memory.to_host(linear(memory.to_device(x), prepare_linear(layer))) for layer in layers[:2])
+    silus = np.array([plain.silu(g) for g in gates.ravel()], np.float32).reshape(gates.shape)
+    return memory.to_host(linear(memory.to_device(silus * ups), prepare_linear(layers[2])))
+
+
+def test_bytes_are_those_of_single_linear_layers():
+    host = trellis_experts(np.random.default_rng(12), 5, 128, 256)
+    x, ids, weights = some_rows(np.random.default_rng(13), 3, host, 3)
+    outputs = {e: one_expert(x, host.gate[e], host.up[e], host.down[e]) for e in range(5)}
+    shared = one_expert(x, *host.shared)
+    logits = linear_cpu.linear(x, linear_cpu.prepare_linear(host.shared_expert_gate))
+    expected = np.empty_like(x)
+    for row in range(3):
+        shards = np.zeros((4, x.shape[1]))
+        for e, weight in zip(ids[row], weights[row], strict=True):
+            shards[e // 2] += (weight * outputs[e][row]).astype(np.float64)
+        total = ((shards[0] + shards[1]) + shards[2]) + shards[3]
+        term = np.float32(plain.sigmoid(logits[row, 0])) * shared[row]
+        expected[row] = (total + term.astype(np.float64)).astype(np.float32)
+    for how in HOW:
+        assert compute((x, ids, weights), prepare(host), how).tobytes() == expected.tobytes()
 
 
 def test_plain_experts_have_the_bytes_of_the_cpu():
