@@ -59,10 +59,9 @@ DEVICE uint4 split_inputs(const Inputs& x, float inverse, const float* norm_weig
                       pack_half2(left[0], left[1]), pack_half2(left[2], left[3]));
 }
 
-// A stage's steps: a warp's tiles of columns by its tiles of rows, and the last tile of columns by one tile of rows.
-DEVICE void multiply_stage(float (*chains)[4], float (*last_chains)[4], const uint4 (*weights)[STAGE][WARP],
-                           const uint4 (*last_weights)[WARP], const uint4 (*inputs)[STAGE][WARP],
-                           const uint4 (*last_inputs)[WARP], int steps, int lane) {
+// A stage's steps: a warp's tiles of columns by its tiles of rows.
+DEVICE void multiply_stage(float (*chains)[4], const uint4 (*weights)[STAGE][WARP], const uint4 (*inputs)[STAGE][WARP],
+                           int steps, int lane) {
 #pragma unroll
     for (int step = 0; step < STAGE; step++) {
         if (step >= steps) break;
@@ -78,9 +77,18 @@ DEVICE void multiply_stage(float (*chains)[4], float (*last_chains)[4], const ui
                 multiply(chains[(out * GROUP_TILES + tile) * 2 + 1], a, b[tile].z, b[tile].w);
             }
         }
-        const uint4 last_a = last_weights[step][lane], last_b = last_inputs[step][lane];
-        multiply(last_chains[0], last_a, last_b.x, last_b.y);
-        multiply(last_chains[1], last_a, last_b.z, last_b.w);
+    }
+}
+
+// The same for the last tile of columns and one of rows.
+DEVICE void multiply_last(float (*chains)[4], const uint4 (*weights)[WARP], const uint4 (*inputs)[WARP], int steps,
+                          int lane) {
+#pragma unroll
+    for (int step = 0; step < STAGE; step++) {
+        if (step >= steps) break;
+        const uint4 a = weights[step][lane], b = inputs[step][lane];
+        multiply(chains[0], a, b.x, b.y);
+        multiply(chains[1], a, b.z, b.w);
     }
 }
 
@@ -122,6 +130,10 @@ down_many(const uint4* __restrict__ weights, const float* __restrict__ streams, 
     const float* own_inverse = inverse + static_cast<int64>(real ? row : 0) * STREAMS;
     const int own_tile = warp % COLUMN_WARPS * WARP_TILES, own_rows = warp / COLUMN_WARPS * GROUP_TILES;
 
+    const int first_row = blockIdx.x * ROWS;
+    const bool works = own_tile < tiles && first_row + own_rows * ROW_TILE < rows;
+    const bool works_last = tiles == TILES && first_row + warp * ROW_TILE < rows;
+
     float chains[CHAINS][4] = {}, last_chains[2][4] = {};
     Inputs ahead[STAGE];
     stage_weights(room, weights, 0, first, last, tiles);
@@ -145,13 +157,13 @@ down_many(const uint4* __restrict__ weights, const float* __restrict__ streams, 
             const int next = step + STAGE + i;
             ahead[i] = load_inputs(own_row, next, pair, real && next < last);
         }
-        multiply_stage(chains, last_chains, &room.weights[buffer][own_tile], room.weights[buffer][TILES - 1],
-                       &room.inputs[parity][own_rows], room.inputs[parity][warp], smaller(STAGE, last - step), lane);
+        const int steps = smaller(STAGE, last - step);
+        if (works) multiply_stage(chains, &room.weights[buffer][own_tile], &room.inputs[parity][own_rows], steps, lane);
+        if (works_last) multiply_last(last_chains, room.weights[buffer][TILES - 1], room.inputs[parity][warp], steps, lane);
         buffer = buffer + 1 == WEIGHT_STAGES ? 0 : buffer + 1;
         parity ^= 1;
     }
     float* own_sums = sums + static_cast<int64>(2 * shard) * rows * width;
-    const int first_row = blockIdx.x * ROWS;
     store_chains<WARP_TILES, GROUP_TILES>(chains, own_sums, (first_tile + own_tile) * SIDE, width,
                                           first_row + own_rows * ROW_TILE, rows, width, group, pair);
     store_chains<1, 1>(last_chains, own_sums, (first_tile + TILES - 1) * SIDE, width, first_row + warp * ROW_TILE, rows,

@@ -164,9 +164,11 @@ mix_many(const uint4* __restrict__ up, const uint2* __restrict__ low, const floa
         }
         copy_async_wait<0>();
         __syncthreads();
+        const bool works = column < HIDDEN && first_tile + own_tiles < tiles;
         float c[STREAMS][GROUP_TILES][4] = {};
 #pragma unroll
         for (int step = 0; step < STEPS; step++) {
+            if (!works) break;
             uint2 b[GROUP_TILES];
 #pragma unroll
             for (int tile = 0; tile < GROUP_TILES; tile++) b[tile] = room.low[own_tiles + tile][step][lane];
@@ -182,7 +184,7 @@ mix_many(const uint4* __restrict__ up, const uint2* __restrict__ low, const floa
             stage_low(room, low, (unit + 1) % row_units * MIX_TILES, tiles);
             copy_async_commit();
         }
-        if (column >= HIDDEN) continue;
+        if (!works) continue;
 #pragma unroll
         for (int tile = 0; tile < GROUP_TILES; tile++)
 #pragma unroll
