@@ -85,6 +85,13 @@ struct Operand {
     __device__ __forceinline__ uint4 at(int quarter, int place) const { return inputs[quarter * stride + place]; }
 };
 
+DEVICE void load_early(uint4 early[EARLY][ROW_TILES], const Operand& operand, const int places[ROW_TILES]) {
+#pragma unroll
+    for (int quarter = 0; quarter < EARLY; quarter++)
+#pragma unroll
+        for (int tile = 0; tile < ROW_TILES; tile++) early[quarter][tile] = operand.at(quarter, places[tile]);
+}
+
 // Carry the chains over one chunk; early: the operand's first quarters, already here.
 DEVICE void carry(Chains& chains, const unsigned fragments[CHUNK_TILES][4], const uint4 early[EARLY][ROW_TILES],
                   const Operand& operand, const int places[ROW_TILES]) {
@@ -170,13 +177,13 @@ few_rows(const unsigned char* trellis, const void* __restrict__ x, const half_bi
     for (int stage = 0; stage < STAGES; stage++) ring.advance(lane);
 
 #if FUSED
-    uint4* rotated = after_stages + columns * ROW_TILES * WARP;
-    rotate_operand(reinterpret_cast<unsigned*>(rotated), static_cast<const float*>(x), input_scales, first_chunk,
+    uint4* own_inputs = after_stages + columns * ROW_TILES * WARP;
+    rotate_operand(reinterpret_cast<unsigned*>(own_inputs), static_cast<const float*>(x), input_scales, first_chunk,
                    last_chunk, rows, inputs, whole);
-    const uint4* operand = rotated - first_chunk * 4 * (rows * 4);
+    const uint4* rotated = own_inputs - first_chunk * 16 * rows;
     __syncthreads();
 #else
-    const uint4* operand = static_cast<const uint4*>(x);
+    const uint4* rotated = static_cast<const uint4*>(x);
 #endif
     if (column < tile_columns) {
         const LanePlace<TWICE_BITS> place(lane);
@@ -184,20 +191,18 @@ few_rows(const unsigned char* trellis, const void* __restrict__ x, const half_bi
 #pragma unroll
         for (int tile = 0; tile < ROW_TILES; tile++)
             places[tile] = smaller(8 * tile + lane / 4, rows - 1) * 4 + lane % 4;
+        const int own_turn = kept(warp + 1), awaited = kept(turn == 0 ? warp + turns : warp);
+        Operand operand = {rotated + (first_chunk + turn) * 16 * rows, 4 * rows};
         if (turn == turns - 1) {
 #pragma unroll
             for (int tile = 0; tile < ROW_TILES; tile++) handed[tile * WARP] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-            hand_over(warp + 1);
+            hand_over(own_turn);
         }
         int round = 1;
 #pragma unroll 1
         for (int chunk = first_chunk + turn; chunk < last_chunk; chunk += turns, round++) {
-            const Operand own_operand = {operand + chunk * 4 * (rows * 4), rows * 4};
             uint4 early[EARLY][ROW_TILES];
-#pragma unroll
-            for (int quarter = 0; quarter < EARLY; quarter++)
-#pragma unroll
-                for (int tile = 0; tile < ROW_TILES; tile++) early[quarter][tile] = own_operand.at(quarter, places[tile]);
+            if (!FUSED) load_early(early, operand, places);
             copy_async_wait<STAGES - 1>();
             __syncwarp();
             unsigned fragments[CHUNK_TILES][4];
@@ -207,21 +212,24 @@ few_rows(const unsigned char* trellis, const void* __restrict__ x, const half_bi
             __syncwarp();
             ring.advance(lane);
 
+            // From shared memory they come in time, and decoding has more registers.
+            if (FUSED) load_early(early, operand, places);
             Chains chains;
-            wait_for_turn(turn == 0 ? warp + turns : warp, round);
+            wait_for_turn(awaited, round);
 #pragma unroll
             for (int tile = 0; tile < ROW_TILES; tile++) {
                 const float4 c = handed[tile * WARP];
                 chains.c[tile][0] = c.x, chains.c[tile][1] = c.y, chains.c[tile][2] = c.z, chains.c[tile][3] = c.w;
             }
-            carry(chains, fragments, early, own_operand, places);
+            carry(chains, fragments, early, operand, places);
+            operand.inputs += turns * 16 * rows;
             if (chunk + 1 < last_chunk) {
 #pragma unroll
                 for (int tile = 0; tile < ROW_TILES; tile++) {
                     const float* c = chains.c[tile];
                     handed[tile * WARP] = make_float4(c[0], c[1], c[2], c[3]);
                 }
-                hand_over(warp + 1);
+                hand_over(own_turn);
             } else {
                 const int64 shard_values = static_cast<int64>(rows) * tile_columns * TILE;
                 store_chains(chains, values + shard * shard_values, rows, tile_columns * TILE, column, lane);

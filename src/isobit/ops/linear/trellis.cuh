@@ -1,7 +1,7 @@
 // EXL3 tiles decoded in registers, straight into the A operand of mma_16x8x16 (m = outputs, k = inputs).
 //
-// A tile is 4 * twice words (twice = 2 * bits) of 32 bits, a circular bit stream read from each word's most significant bit. Lane l
-// decodes positions 8l to 8l + 7, which are its eight values of the operand. Widths are given doubled: 3.5 bits are 7.
+// A tile of `twice` = 2 * bits is 4 * twice words of 32 bits, a circular bit stream read from each word's most significant
+// bit. Lane l decodes positions 8l to 8l + 7, which are its eight values of the operand.
 #pragma once
 #include "device.cuh"
 
@@ -18,7 +18,9 @@ __host__ __device__ constexpr int state_end(int twice_bits, int j) {
 }
 
 // The bits from the first state's first to the last state's last.
-__host__ __device__ constexpr int window_bits(int twice_bits) { return state_end(twice_bits, 7) - state_end(twice_bits, 0) + 16; }
+__host__ __device__ constexpr int window_bits(int twice_bits) {
+    return state_end(twice_bits, 7) - state_end(twice_bits, 0) + 16;
+}
 
 // The stream bit at which the lane's window begins.
 __host__ __device__ constexpr int window_start(int twice_bits, int lane) {
@@ -34,10 +36,20 @@ __host__ __device__ constexpr int most_shift(int twice_bits) {
     return most;
 }
 
-__host__ __device__ constexpr int window_words(int twice_bits) { return (most_shift(twice_bits) + window_bits(twice_bits) + 31) / 32; }
+__host__ __device__ constexpr int window_words(int twice_bits) {
+    return (most_shift(twice_bits) + window_bits(twice_bits) + 31) / 32;
+}
 
 // Widths whose windows begin at the same bit of a word in every lane.
 __host__ __device__ constexpr bool has_one_shift(int twice_bits) { return twice_bits % 8 == 0; }
+
+// The same value, which the compiler is to keep rather than compute again in a loop.
+DEVICE int kept(int value) {
+#ifndef EMULATED
+    asm volatile("" : "+r"(value));
+#endif
+    return value;
+}
 
 // Where a lane's window lies in every tile of a width; computed once.
 template <int twice>
@@ -48,10 +60,10 @@ struct LanePlace {
     __device__ __forceinline__ explicit LanePlace(int lane) {
         constexpr int words = tile_words(twice);
         const int start = window_start(twice, lane);
-        first = start / 32;
-        second = (first + 1) % words;
-        third = (first + 2) % words;
-        shift = has_one_shift(twice) ? most_shift(twice) : start % 32;
+        first = kept(start / 32);
+        second = kept((first + 1) % words);
+        third = window_words(twice) > 2 ? kept((first + 2) % words) : 0;
+        shift = has_one_shift(twice) ? most_shift(twice) : kept(start % 32);
     }
 };
 
@@ -98,7 +110,7 @@ struct Window {
         } else {
             if constexpr (offset <= 16) return state_in<16 - (offset <= 16 ? offset : 16)>(begin);
             if constexpr (offset > 16 && offset < 32) return funnel_right(middle, begin, 48 - offset) & 0xFFFFu;
-            if constexpr (offset >= 32 && offset <= 48) return state_in<(offset >= 32 && offset <= 48) ? 48 - offset : 0>(middle);
+            if constexpr (offset >= 32 && offset <= 48) return state_in<offset >= 32 && offset <= 48 ? 48 - offset : 0>(middle);
             if constexpr (offset > 48) return funnel_right(last, middle, 80 - offset) & 0xFFFFu;
         }
         return 0;
