@@ -21,9 +21,18 @@ constexpr int PIECES = HEAD_DIM / 8;                      // of a key, 16 bytes 
 constexpr int WARP_KEYS = STAGE_KEYS / GROUP_WARPS;       // keys of a stage that a warp loads and scores
 constexpr float WEIGHT_SCALE = 32768.0f;                  // weights as halves are scaled up: little is subnormal
 
+struct Heads {
+    int first, count, kv_head;
+};
+// The query heads of a unit: up to TILE_HEADS of those that share a key-value head.
+DEVICE Heads heads_of(int unit) {
+    const int kv_head = unit / HEAD_TILES, first = unit % HEAD_TILES * TILE_HEADS;
+    return {kv_head * SHARING_HEADS + first, smaller(TILE_HEADS, SHARING_HEADS - first), kv_head};
+}
+
 struct Row {
     int position, listed;  // keys of the list: the selected blocks' and the unfinished block's
-    int kv_head, first_head, heads;
+    Heads heads;
 };
 
 struct alignas(16) Scratch {
@@ -37,14 +46,8 @@ struct alignas(16) Scratch {
 using Stage = half_bits[STAGE_KEYS][DIM_STEP];
 
 DEVICE Row row_of(int row, int unit, const int* positions, const int* counts) {
-    Row own;
-    own.position = positions[row];
-    own.listed = counts[row] * BLOCK + (own.position + 1) % BLOCK;
-    own.kv_head = unit / HEAD_TILES;
-    const int first = unit % HEAD_TILES * TILE_HEADS;
-    own.first_head = own.kv_head * SHARING_HEADS + first;
-    own.heads = smaller(TILE_HEADS, SHARING_HEADS - first);
-    return own;
+    const int position = positions[row];
+    return {position, counts[row] * BLOCK + (position + 1) % BLOCK, heads_of(unit)};
 }
 
 // places[i] = the pool row at which entry first_entry + i of the row's list begins: its blocks, then the unfinished one.
@@ -103,7 +106,7 @@ DEVICE void load_warp_keys(half_bits* target, const half_bits* head, const int* 
 DEVICE void load_stage(
     Stage& stage, const half_bits* pool, const Row& row, const int* places, int first, int listed, int thread
 ) {
-    const half_bits* head = pool + row.kv_head * HEAD_DIM;
+    const half_bits* head = pool + row.heads.kv_head * HEAD_DIM;
     if constexpr (HEAD_DIM % 8 == 0) {
         const int own = thread / WARP * WARP_KEYS;
         if (first + STAGE_KEYS <= listed) load_warp_keys<true>(stage[own], head, places, first + own, listed);
@@ -124,23 +127,35 @@ DEVICE void clear_padding(half_bits* rows, int count, int thread) {
             rows[i / (DIM - HEAD_DIM) * DIM_STEP + HEAD_DIM + i % (DIM - HEAD_DIM)] = 0;
 }
 
-// The row's queries, normed and rotated in float32, as halves; zeros for absent heads. q: [HEADS][2][HEAD_DIM].
-// work: HEAD_DIM floats a warp.
+// The rows of q that a warp norms, every fourth head's, read early; q: [HEADS][2][HEAD_DIM].
+struct HeldQueries {
+    HeldRow<HEAD_DIM> rows[WARP_HEADS], weight;
+};
+DEVICE HeldQueries hold_queries(const float* q, const float* weight, int unit, int thread) {
+    const Heads heads = heads_of(unit);
+    HeldQueries held;
+    held.weight = hold<HEAD_DIM>(weight);
+#pragma unroll
+    for (int i = 0; i < WARP_HEADS; i++) {
+        const int head = heads.first + smaller(thread / WARP + i * GROUP_WARPS, heads.count - 1);
+        held.rows[i] = hold<HEAD_DIM>(q + static_cast<int64>(head) * 2 * HEAD_DIM);
+    }
+    return held;
+}
+
+// The row's queries, normed and rotated in float32, as halves; zeros for absent heads. work: HEAD_DIM floats a warp.
 DEVICE void prepare_queries(
-    Scratch& scratch, float* work, const Row& row, const float* q, const float* weight, float eps, const float* cosines,
-    const float* sines, int thread
+    Scratch& scratch, float* work, const HeldQueries& held, int heads, float eps, const Angles<ROTARY>& angles, int thread
 ) {
-    const int warp = thread / WARP, lane = lane_of_warp();
-    const int64 angle = static_cast<int64>(row.position) * (ROTARY / 2);
-    for (int head = warp; head < TILE_HEADS; head += GROUP_WARPS) {
-        const bool present = head < row.heads;
-        if (present)
-            norm_and_rotate<HEAD_DIM, ROTARY>(
-                q + static_cast<int64>(row.first_head + head) * 2 * HEAD_DIM, weight, eps, cosines + angle,
-                sines + angle, work + warp * HEAD_DIM
-            );
-        for (int i = lane; i < DIM; i += WARP)
-            scratch.queries[head][i] = present && i < HEAD_DIM ? half_of(work[warp * HEAD_DIM + i]) : 0;
+    float* own = work + thread / WARP * HEAD_DIM;
+#pragma unroll
+    for (int i = 0; i < TILE_HEADS / GROUP_WARPS; i++) {
+        const int head = thread / WARP + i * GROUP_WARPS;
+        const bool is_present = i < WARP_HEADS && head < heads;
+        if (is_present)
+            norm_and_rotate<HEAD_DIM, ROTARY>(held.rows[i < WARP_HEADS ? i : 0], held.weight, eps, angles, own);
+        for (int dim = lane_of_warp(); dim < DIM; dim += WARP)
+            scratch.queries[head][dim] = is_present && dim < HEAD_DIM ? half_of(own[dim]) : 0;
         __syncwarp();
     }
 }

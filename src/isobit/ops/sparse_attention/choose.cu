@@ -6,6 +6,8 @@ constexpr int CACHED = 8192;  // scores of a row that are kept in shared memory
 constexpr int BINS = 2048;
 constexpr int GROUP_BINS = 64;
 constexpr int PASSES = 3;
+constexpr int BATCH = 8;  // scores that a thread reads at a time
+constexpr unsigned NO_KEY = 0xffffffffu;
 
 #ifdef EMULATED
 DEVICE void add_to(int* bin, int count) { *bin += count; }
@@ -40,17 +42,31 @@ DEVICE int reaching_lane(int from_lane, int best) {
     return WARP - 1 - leading_zeros(ballot(from_lane >= best));
 }
 
-// bins[d] += how many keys have digit d below the threshold's upper bits. Zeros, which are many, are added by ballot.
+// The keys of blocks first, first + step, ...; NO_KEY from `last` on.
+DEVICE void read_keys(unsigned (&keys)[BATCH], const float* scores, int first, int step, int last) {
+#pragma unroll
+    for (int i = 0; i < BATCH; i++) {
+        const int block = first + i * step;
+        keys[i] = block < last ? bits_of(scores[block]) : NO_KEY;
+    }
+}
+
+// bins[d] += how many keys have digit d below the threshold's upper bits. Zeros, which are many, are counted apart.
 DEVICE void count_digits(Choice& choice, const float* scores, int finished, int shift, int width) {
     const unsigned upper = choice.threshold;
-    for (int base = 0; base < finished; base += blockDim.x) {
-        const int block = base + threadIdx.x;
-        const unsigned key = block < finished ? bits_of(scores[block]) : 0xffffffffu;
-        const unsigned zeros = ballot(key == 0);
-        if (zeros && upper == 0 && lane_of_warp() == 0) add_to(&choice.bins[0], popcount(zeros));
-        if (block < finished && key != 0 && key >> (shift + width) == upper)
-            add_to(&choice.bins[key >> shift & ((1 << width) - 1)], 1);
+    int zeros = 0;
+    for (int base = 0; base < finished; base += blockDim.x * BATCH) {
+        unsigned keys[BATCH];
+        read_keys(keys, scores, base + threadIdx.x, blockDim.x, finished);
+#pragma unroll
+        for (int i = 0; i < BATCH; i++) {
+            zeros += keys[i] == 0;
+            if (keys[i] != 0 && keys[i] >> (shift + width) == upper)
+                add_to(&choice.bins[keys[i] >> shift & ((1 << width) - 1)], 1);
+        }
     }
+    zeros = sum_of_lanes(zeros);
+    if (zeros && upper == 0 && lane_of_warp() == 0) add_to(&choice.bins[0], zeros);
 }
 
 // By the first warp: the digit of the threshold, and how many keys with it are chosen.
@@ -100,12 +116,17 @@ DEVICE void write_chosen(Choice& choice, const float* scores, int finished, int*
     const int first = smaller(warp * range, finished), last = smaller(first + range, finished);
     const unsigned threshold = choice.threshold;
     int greater = 0, equal = 0;
-    for (int base = first; base < last; base += WARP) {
-        const int block = base + lane;
-        const unsigned key = block < last ? bits_of(scores[block]) : 0u;
-        greater += popcount(ballot(block < last && key > threshold));
-        equal += popcount(ballot(block < last && key == threshold));
+    for (int base = first; base < last; base += WARP * BATCH) {
+        unsigned keys[BATCH];
+        read_keys(keys, scores, base + lane, WARP, last);
+#pragma unroll
+        for (int i = 0; i < BATCH; i++) {
+            greater += keys[i] != NO_KEY && keys[i] > threshold;
+            equal += keys[i] == threshold;
+        }
     }
+    greater = sum_of_lanes(greater);
+    equal = sum_of_lanes(equal);
     if (lane == 0) {
         choice.greater[warp] = greater;
         choice.equal[warp] = equal;
@@ -117,16 +138,20 @@ DEVICE void write_chosen(Choice& choice, const float* scores, int finished, int*
         equal += choice.equal[before];
     }
     const unsigned lower_lanes = (1u << lane) - 1;
-    for (int base = first; base < last; base += WARP) {
-        const int block = base + lane;
-        const unsigned key = block < last ? bits_of(scores[block]) : 0u;
-        const unsigned above = ballot(block < last && key > threshold);
-        const unsigned same = ballot(block < last && key == threshold);
-        const int equal_before = equal + popcount(same & lower_lanes);
-        const int at = greater + popcount(above & lower_lanes) + smaller(equal_before, choice.best);
-        if (above >> lane & 1 || (same >> lane & 1 && equal_before < choice.best)) chosen[at] = block;
-        greater += popcount(above);
-        equal += popcount(same);
+    for (int base = first; base < last; base += WARP * BATCH) {
+        unsigned keys[BATCH];
+        read_keys(keys, scores, base + lane, WARP, last);
+#pragma unroll
+        for (int i = 0; i < BATCH; i++) {
+            const unsigned above = ballot(keys[i] != NO_KEY && keys[i] > threshold);
+            const unsigned same = ballot(keys[i] == threshold);
+            const int equal_before = equal + popcount(same & lower_lanes);
+            const int at = greater + popcount(above & lower_lanes) + smaller(equal_before, choice.best);
+            if (above >> lane & 1 || (same >> lane & 1 && equal_before < choice.best))
+                chosen[at] = base + lane + i * WARP;
+            greater += popcount(above);
+            equal += popcount(same);
+        }
     }
 }
 

@@ -31,7 +31,6 @@ SCRATCH_FLOATS = 1 << 26  # rows are selected in chunks whose scores are about t
 
 PART_KEYS = 128  # keys of one part of a row's list; part of the op's definition
 READ_THREADS = 128  # of one row
-MOST_SHARED = 227 << 10  # bytes of shared memory of a block, where there are as many
 
 
 class Staging(NamedTuple):
@@ -309,10 +308,11 @@ def _units(sizes: Sizes) -> int:
 
 
 def _most_shared() -> int:
-    """Bytes of shared memory that a block may have."""
-    if memory.is_emulated():
-        return MOST_SHARED
-    return int(torch.cuda.get_device_properties(memory.device()).shared_memory_per_block_optin)
+    """Bytes of shared memory that a block may have, by compute capability (CUDA C++ Programming Guide)."""
+    capability = memory.architecture()
+    if capability in ((8, 6), (8, 9)) or capability[0] == 12:
+        return 99 << 10
+    return 163 << 10 if capability[0] == 8 else 227 << 10
 
 
 def _group_bytes(sizes: Sizes, staging: Staging) -> int:

@@ -21,9 +21,12 @@ extern "C" __global__ void __launch_bounds__(GROUP_THREADS) read_parts(
     DYNAMIC_SHARED(PartScratch, shared);
     Scratch& group = shared->group;
     const int part = blockIdx.x, row_index = blockIdx.z, thread = threadIdx.x, parts = gridDim.x;
+    const float* q = q_gate + static_cast<int64>(row_index) * q_step;
+    const HeldQueries held = hold_queries(q, weight, blockIdx.y, thread);
     const Row row = row_of(row_index, blockIdx.y, positions, counts);
     const int first = part * PART_KEYS, count = smaller(PART_KEYS, row.listed - first);
     if (count <= 0) return;
+    const Angles<ROTARY> angles = angles_at<ROTARY>(row.position, cosines, sines);
     const int64 own_pages = static_cast<int64>(segment_of_row[row_index]) * pages_width;
     find_places(
         row, blocks + static_cast<int64>(row_index) * KEPT, pages + own_pages, part * PART_ENTRIES, PART_ENTRIES,
@@ -50,29 +53,28 @@ extern "C" __global__ void __launch_bounds__(GROUP_THREADS) read_parts(
     };
     for (int step = 0; step < STAGES - 1; step++) load(step);
     float* work = reinterpret_cast<float*>(&shared->ring[STAGES - 1]);
-    const float* q = q_gate + static_cast<int64>(row_index) * q_step;
-    prepare_queries(group, work, row, q, weight, eps, cosines, sines, thread);
+    prepare_queries(group, work, held, row.heads.count, eps, angles, thread);
     if (DIM > HEAD_DIM) __syncthreads();
     clear_padding(&shared->ring[0][0][0], STAGES * STAGE_KEYS, thread);
 
     for (int chunk = 0; chunk < chunks; chunk++) score_stage(group, arrive(chunk), chunk, scale, thread);
     __syncthreads();
-    weigh(group, row.heads, count, thread);
+    weigh(group, row.heads.count, count, thread);
     float sums[SUM_TILES][4] = {};
     for (int chunk = 0; chunk < chunks; chunk++)
         add_stage(sums, group, arrive(chunks + chunk), chunk, count - chunk * STAGE_KEYS, thread);
 
-    const int64 first_record = (static_cast<int64>(row_index) * HEADS + row.first_head) * parts + part;
+    const int64 first_record = (static_cast<int64>(row_index) * HEADS + row.heads.first) * parts + part;
     const int lane = lane_of_warp();
 #pragma unroll
     for (int tile = 0; tile < SUM_TILES; tile++)
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             const int head = lane / 4 + i / 2 * 8, dim = thread / WARP * WARP_DIMS + tile * 8 + lane % 4 * 2 + i % 2;
-            if (head < row.heads && dim < HEAD_DIM)
+            if (head < row.heads.count && dim < HEAD_DIM)
                 sums_out[(first_record + static_cast<int64>(head) * parts) * HEAD_DIM + dim] = sums[tile][i];
         }
-    if (thread < row.heads) {
+    if (thread < row.heads.count) {
         float* edge = edges + 2 * (first_record + static_cast<int64>(thread) * parts);
         edge[0] = group.highest[thread];
         edge[1] = group.total[thread];

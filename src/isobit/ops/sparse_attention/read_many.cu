@@ -56,9 +56,9 @@ DEVICE void write_out(
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             const int head = lane / 4 + i / 2 * 8, dim = thread / WARP * WARP_DIMS + tile * 8 + lane % 4 * 2 + i % 2;
-            if (head >= row.heads || dim >= HEAD_DIM) continue;
-            const float gate = q[(2 * (row.first_head + head) + 1) * HEAD_DIM + dim];
-            out[(row.first_head + head) * HEAD_DIM + dim] = gated(sums[tile][i], own.total[head], gate);
+            if (head >= row.heads.count || dim >= HEAD_DIM) continue;
+            const float gate = q[(2 * (row.heads.first + head) + 1) * HEAD_DIM + dim];
+            out[(row.heads.first + head) * HEAD_DIM + dim] = gated(sums[tile][i], own.total[head], gate);
         }
 }
 
@@ -73,12 +73,15 @@ extern "C" __global__ void __launch_bounds__(ROWS * GROUP_THREADS, BLOCKS_AT_ONC
     const int first_row = (gridDim.x - 1 - blockIdx.x) * ROWS, row_index = smaller(first_row + group_index, rows - 1);
     RowScratch& own = shared[group_index];
     Scratch& group = own.group;
+    const float* q = q_gate + static_cast<int64>(row_index) * q_step;
+    const HeldQueries held = hold_queries(q, weight, blockIdx.y, thread);
     const Row row = row_of(row_index, blockIdx.y, positions, counts);
     int longest = row.listed;
     for (int i = 0; i < ROWS; i++) {
         const int other = smaller(first_row + i, rows - 1);
         longest = larger(longest, counts[other] * BLOCK + (positions[other] + 1) % BLOCK);
     }
+    const Angles<ROTARY> angles = angles_at<ROTARY>(row.position, cosines, sines);
     const int64 own_pages = static_cast<int64>(segment_of_row[row_index]) * pages_width;
     find_places(
         row, blocks + static_cast<int64>(row_index) * KEPT, pages + own_pages, 0, ENTRIES, own.places, thread
@@ -103,8 +106,7 @@ extern "C" __global__ void __launch_bounds__(ROWS * GROUP_THREADS, BLOCKS_AT_ONC
     };
     for (int step = 0; step < STAGES - 1; step++) load(step);
     float* work = reinterpret_cast<float*>(&own.ring[STAGES - 1]);
-    const float* q = q_gate + static_cast<int64>(row_index) * q_step;
-    prepare_queries(group, work, row, q, weight, eps, cosines, sines, thread);
+    prepare_queries(group, work, held, row.heads.count, eps, angles, thread);
     if (DIM > HEAD_DIM) __syncthreads();
     clear_padding(&own.ring[0][0][0], STAGES * STAGE_KEYS, thread);
 
@@ -115,9 +117,9 @@ extern "C" __global__ void __launch_bounds__(ROWS * GROUP_THREADS, BLOCKS_AT_ONC
         for (int chunk = 0; chunk < chunks; chunk++) score_stage(group, arrive(step++), chunk, scale, thread);
         __syncthreads();
         if (count > 0) {
-            weigh(group, row.heads, count, thread);
+            weigh(group, row.heads.count, count, thread);
             const int head = thread / WARP + lane_of_warp() * GROUP_WARPS;
-            if (head < row.heads) merge_head(own, head, part == 0);
+            if (head < row.heads.count) merge_head(own, head, part == 0);
         }
         float sums[SUM_TILES][4] = {};
         for (int chunk = 0; chunk < chunks; chunk++)

@@ -42,11 +42,13 @@ DEVICE float lane_product(const float4* query, const float4* key) {
 }
 
 DEVICE void norm_queries(
-    Scratch& scratch, const float* index_q, const float* weight, float eps, const float* cosines, const float* sines
+    Scratch& scratch, const float* index_q, const float* weight, float eps, const Angles<ROTARY>& angles
 ) {
     for (int head = warp_of_block(); head < INDEX_HEADS; head += THREADS / WARP) {
         float* query = scratch.queries[head];
-        norm_and_rotate<INDEX_DIM, ROTARY>(index_q + head * INDEX_DIM, weight, eps, cosines, sines, query);
+        norm_and_rotate<INDEX_DIM, ROTARY>(
+            hold<INDEX_DIM>(index_q + head * INDEX_DIM), hold<INDEX_DIM>(weight), eps, angles, query
+        );
         for (int i = INDEX_DIM + lane_of_warp(); i < WIDTH; i += WARP) query[i] = -0.0f;
     }
 }
@@ -82,9 +84,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) score_few(
     Scratch& scratch = *shared;
     const int row = blockIdx.y, position = positions[row], finished = (position + 1) / BLOCK;
     if ((finished <= KEPT && !all_rows) || static_cast<int>(blockIdx.x) * TILE >= finished) return;
-    const int64 angle = static_cast<int64>(position) * (ROTARY / 2);
     const int* own_pages = pages + static_cast<int64>(segment_of_row[row]) * pages_width;
-    norm_queries(scratch, index_q + static_cast<int64>(row) * q_step, weight, eps, cosines + angle, sines + angle);
+    const Angles<ROTARY> angles = angles_at<ROTARY>(position, cosines, sines);
+    norm_queries(scratch, index_q + static_cast<int64>(row) * q_step, weight, eps, angles);
     for (int i = threadIdx.x; i < TILE * (WIDTH - INDEX_DIM); i += THREADS)
         scratch.keys[i / (WIDTH - INDEX_DIM)][INDEX_DIM + i % (WIDTH - INDEX_DIM)] = 0.0f;
     const int within = threadIdx.x % TILE;

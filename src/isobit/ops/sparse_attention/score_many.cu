@@ -80,9 +80,11 @@ DEVICE void norm_queries(
         const int row = i / ROW_HEADS, head = i % ROW_HEADS;
         const bool present = row < rows && head < INDEX_HEADS;
         if (present) {
-            const int64 angle = static_cast<int64>(positions[first_row + row]) * (ROTARY / 2);
             const float* x = index_q + static_cast<int64>(first_row + row) * q_step + head * INDEX_DIM;
-            norm_and_rotate<INDEX_DIM, ROTARY>(x, weight, eps, cosines + angle, sines + angle, work);
+            norm_and_rotate<INDEX_DIM, ROTARY>(
+                hold<INDEX_DIM>(x), hold<INDEX_DIM>(weight), eps,
+                angles_at<ROTARY>(positions[first_row + row], cosines, sines), work
+            );
         }
         for (int j = lane_of_warp(); j < WIDTH; j += WARP)
             scratch.queries[j][i] = present && j < INDEX_DIM ? work[j] : -0.0f;

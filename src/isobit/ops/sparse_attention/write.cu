@@ -36,12 +36,11 @@ extern "C" __global__ void write_rows(
     float* work = scratch + warp_of_block() * SCRATCH;
     const int row = blockIdx.x, position = positions[row], segment = segment_of_row[row];
     const int slot = pool_row(pages + static_cast<int64>(segment) * pages_width, position);
-    constexpr int64 HALF = ROTARY / 2;
     for (int piece = warp_of_block(); piece < 2 * KV_HEADS + 1; piece += blockDim.x / WARP) {
         if (piece < KV_HEADS) {
             const float* head = k + static_cast<int64>(row) * k_step + piece * HEAD_DIM;
             norm_and_rotate<HEAD_DIM, ROTARY>(
-                head, k_weight, eps, cosines + position * HALF, sines + position * HALF, work
+                hold<HEAD_DIM>(head), hold<HEAD_DIM>(k_weight), eps, angles_at<ROTARY>(position, cosines, sines), work
             );
             store_halves(work, HEAD_DIM, keys + (static_cast<int64>(slot) * KV_HEADS + piece) * HEAD_DIM);
             __syncwarp();
@@ -55,10 +54,10 @@ extern "C" __global__ void write_rows(
             const float* own = index_k + static_cast<int64>(row) * index_step;
             for (int i = lane_of_warp(); i < INDEX_DIM; i += WARP) raw[static_cast<int64>(slot) * INDEX_DIM + i] = own[i];
             if ((position + 1) % BLOCK != 0) continue;
-            const int first_position = position + 1 - BLOCK;
             average_block(raw, slot, own, index_step, row - starts[segment] + 1, work);
             norm_and_rotate<INDEX_DIM, ROTARY>(
-                work, index_weight, eps, cosines + first_position * HALF, sines + first_position * HALF, work
+                hold<INDEX_DIM>(work), hold<INDEX_DIM>(index_weight), eps,
+                angles_at<ROTARY>(position + 1 - BLOCK, cosines, sines), work
             );
             float* target = pooled + static_cast<int64>(slot / BLOCK) * INDEX_DIM;
             for (int i = lane_of_warp(); i < INDEX_DIM; i += WARP) target[i] = work[i];
