@@ -69,12 +69,13 @@ class MemoryStore:
             pieces = list(tensor.pieces(self._seed, name))
             return np.concatenate(pieces).astype(kind, copy=False).reshape(tensor.shape)
         pool = self._pool(name, tensor)
-        start = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little") % len(pool)
+        period = len(pool) // 2
+        start = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little") % period
         # Rings begin with their scale, and what a fill draws together stays together.
         start -= start % max(tensor.unit, 1)
-        if start + tensor.count <= len(pool):
+        if tensor.count <= period:
             return pool[start : start + tensor.count].reshape(tensor.shape)
-        return np.resize(np.roll(pool, -start), tensor.shape)
+        return np.resize(pool[start : start + period], tensor.shape)
 
     map = read
 
@@ -82,13 +83,13 @@ class MemoryStore:
         """Nothing is open."""
 
     def _pool(self, name: str, tensor: Tensor) -> np.ndarray:
-        """Values of the tensor's kind, in whole units."""
+        """Values of the tensor's kind, in whole units, twice."""
         kind = re.sub(r"\d+", "#", name)
         if kind not in self._pools:
             unit = max(tensor.unit, 1)
             count = max(POOL_VALUES // unit, 2) * unit
             drawn = Tensor(tensor.dtype, (count,), tensor.fill, unit, kind)
-            self._pools[kind] = np.concatenate(list(drawn.pieces(self._seed, kind)))
+            self._pools[kind] = np.concatenate(list(drawn.pieces(self._seed, kind)) * 2)
         return self._pools[kind]
 
 
