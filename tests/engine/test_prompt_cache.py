@@ -1,11 +1,14 @@
 """The prompt cache against what it holds: hits, budget, evictions, pages, and the bytes of restored states."""
 
+import threading
+
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from isobit.engine import spill as spill_module
+from isobit.engine import spill_writer
 from isobit.engine.prompt_cache import PromptCache
 from isobit.engine.spill import SpillStore
 from isobit.model.plan import Plan, Segment
@@ -145,9 +148,10 @@ def test_lookups_give_the_largest_row_ever_kept_when_there_is_room(requests):
     spilled_entries=st.integers(0, 6),
     restarts=st.sets(st.integers(0, 5)),
     evictions=st.sets(st.integers(0, 5)),
+    flushes=st.sets(st.integers(0, 5)),
 )
 def test_budgets_hold_and_evicted_states_come_back_the_same(
-    tmp_path_factory, requests, entries, pages, spilled_entries, restarts, evictions
+    tmp_path_factory, requests, entries, pages, spilled_entries, restarts, evictions, flushes
 ):
     """With few pages, little memory and a small disk, any lookup finds the largest row that is held anywhere."""
     folder = tmp_path_factory.mktemp("spill")
@@ -159,19 +163,29 @@ def test_budgets_hold_and_evicted_states_come_back_the_same(
         assert cache.kept_rows(tokens) == largest
         Serving(cache).serve(tokens, cuts, kinds, with_logits, largest)
         Serving(cache).check()
-        assert sum(path.stat().st_size for path in folder.glob("*.safetensors")) == cache.spill.nbytes <= disk_limit
+        assert cache.spill.nbytes <= disk_limit
+        if number in flushes:
+            assert_all_is_written(cache.spill)
         for tokens in [*resident(cache)] if number % 2 else []:
             assert_restores(cache, tokens)
         if number in evictions:
             cache.evict_all()
         if number in restarts:
             before = {**resident(cache), **spilled(cache)}
+            assert_all_is_written(cache.spill)
             cache.close()
             assert pool.free_pages == pool.pages
             cache = PromptCache(pool, limit, SpillStore(folder, disk_limit, "checkpoint"))
             assert set(spilled(cache)) <= set(before)
+    assert_all_is_written(cache.spill)
     cache.close()
     assert (pool.free_pages, pool.free_slots) == (pages, 3)
+
+
+def assert_all_is_written(spill: SpillStore) -> None:
+    """What the store counts is what lies on disk, once it is there."""
+    spill.flush()
+    assert sum(path.stat().st_size for path in spill.folder.glob("*.safetensors")) == spill.nbytes <= spill.limit_bytes
 
 
 def test_a_prompt_resumes_inside_a_message_at_the_last_kept_row():
@@ -461,9 +475,11 @@ def test_a_damaged_state_is_a_miss_and_what_is_whole_is_found_instead(tmp_path, 
     cache = PromptCache(tiny_pool(), AMPLE, SpillStore(tmp_path, AMPLE, "checkpoint"))
     keep(cache, BASE[:50])
     cache.evict_all()
+    cache.spill.flush()
     (whole,) = tmp_path.glob("*.state.*")
     keep(cache, BASE[:150])
     cache.evict_all()
+    cache.spill.flush()
     damaged = next(path for path in tmp_path.glob(f"*.{kind}.*") if path != whole)
     content = bytearray(damaged.read_bytes())
     content[-1] ^= 1
@@ -494,6 +510,36 @@ def test_unused_segment_ends_are_not_written_to_disk(tmp_path):
     keep(cache, BASE[:60], "message")
     cache.evict_all()
     assert {len(tokens) for tokens in spilled(cache)} == {60}
+
+
+def test_a_disk_that_stands_still_stops_no_eviction_and_no_lookup(tmp_path, monkeypatch):
+    disk = threading.Event()
+    write = spill_writer.write_tensors
+    monkeypatch.setattr(spill_writer, "write_tensors", lambda *given, **named: disk.wait(60) and write(*given, **named))
+    pool = tiny_pool()
+    store = SpillStore(tmp_path, AMPLE, "checkpoint", queue_bytes=2 * entry_nbytes(pool, 200))
+    cache = PromptCache(pool, AMPLE, store)
+    for first in range(6):
+        keep(cache, [first, *BASE[:120]], with_logits=True)
+        cache.evict_all()
+    assert pool.free_pages == pool.pages
+    metrics = cache.metrics()
+    assert metrics.spilled + metrics.spill_skipped == 6
+    assert min(metrics.spilled, metrics.spill_skipped) >= 1
+    assert list(tmp_path.glob("*.safetensors")) == []
+    assert cache.lookup([0, *BASE[:120], 5]).rows == 121
+    assert_restores(cache, [0, *BASE[:120]])
+    disk.set()
+    cache.close()
+    assert len(SpillStore(tmp_path, AMPLE, "checkpoint")) == metrics.spilled
+
+
+def test_a_close_in_a_hurry_writes_no_more(tmp_path):
+    cache = PromptCache(tiny_pool(), AMPLE, SpillStore(tmp_path, AMPLE, "checkpoint"))
+    keep(cache, BASE[:50])
+    cache.hurry()
+    cache.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["lock"]
 
 
 @pytest.mark.parametrize("rows", [1, 63, 64, 65, 130])

@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 
 from isobit.checkpoint.store import TensorStore, read_tensors
 from isobit.engine import spill as spill_module
+from isobit.engine import spill_writer
 from isobit.engine.spill import SpillDamagedError, SpillStore
 from isobit.errors import IsobitError
 
@@ -32,7 +34,7 @@ import sys
 from isobit.engine import spill
 from tests.engine.test_spill import CHUNK, RECURRENT, TOKENS, recurrent, rows_of
 spill.CHUNK_ROWS = CHUNK
-store = spill.SpillStore(sys.argv[1], 30_000, "checkpoint")
+store = spill.SpillStore(sys.argv[1], 30_000, "checkpoint", queue_bytes=9000)
 print("ready", flush=True)
 if sys.argv[2] == "hold":
     sys.stdin.read()
@@ -40,7 +42,7 @@ number = int(sys.argv[2]) if sys.argv[2] != "hold" else 0
 while True:
     number += 1
     tokens = [*TOKENS[: number * 37 % 200], number % 50 + 1]
-    store.put(tokens, recurrent, rows_of(tokens), 4000, RECURRENT["conv"][0] if number % 2 else None)
+    store.put(tokens, recurrent, rows_of(tokens), 4000, RECURRENT["conv"][0] if number % 2 else None, wait=True)
 """
 
 
@@ -64,7 +66,10 @@ def rows_of(tokens):
 
 
 def put(store, tokens, logits=None, nbytes=NBYTES) -> bool:
-    return store.put(tokens, recurrent, rows_of(tokens), nbytes, logits)
+    """Put a state and have it on disk; whether it is there."""
+    taken = store.put(tokens, recurrent, rows_of(tokens), nbytes, logits)
+    store.flush()
+    return taken and len(store.path(tokens)) > 0 and store.path(tokens)[-1].rows == len(tokens)
 
 
 def open_store(folder, limit=AMPLE, identity="checkpoint", device="cpu") -> SpillStore:
@@ -360,6 +365,119 @@ def test_a_full_disk_is_a_warning_once_and_no_error(tmp_path, caplog, monkeypatc
     assert len(files(tmp_path)) == 1
     assert put(store, TOKENS)
     assert_whole(store, store.path(TOKENS)[-1], TOKENS)
+
+
+@pytest.fixture
+def disk(monkeypatch):
+    """An event that files wait for before they are written."""
+    event, write = threading.Event(), spill_writer.write_tensors
+
+    def write_in_time(*given, **named) -> None:
+        assert event.wait(60)
+        write(*given, **named)
+
+    monkeypatch.setattr(spill_writer, "write_tensors", write_in_time)
+    yield event
+    event.set()
+
+
+def test_a_state_on_its_way_to_the_disk_is_there_already(tmp_path, disk):
+    store = open_store(tmp_path)
+    logits = np.array([2.5, -1], np.float32)
+    assert store.put(TOKENS, recurrent, rows_of(TOKENS), NBYTES, logits)
+    assert store.put([*TOKENS[:150], 1], recurrent, rows_of([*TOKENS[:150], 1]), NBYTES)
+    for tokens in (TOKENS, [*TOKENS[:150], 1]):
+        assert_whole(store, store.path(tokens)[-1], tokens)
+    assert store.load(store.path(TOKENS)[-1]).logits.tobytes() == logits.tobytes()
+    assert (files(tmp_path), len(store)) == ([], 2)
+    first_guess = store.nbytes
+    disk.set()
+    store.flush()
+    assert sum(path.stat().st_size for path in files(tmp_path)) == store.nbytes <= first_guess
+    assert_whole(store, store.path(TOKENS)[-1], TOKENS)
+
+
+def test_a_state_that_is_dropped_on_its_way_never_arrives(tmp_path, disk):
+    store = open_store(tmp_path)
+    sequences = [[number, *TOKENS[:100]] for number in range(3)]
+    for tokens in sequences:
+        assert store.put(tokens, recurrent, rows_of(tokens), NBYTES)
+    for tokens in sequences[:2]:
+        store.drop(store.path(tokens)[-1])
+    assert store.put(sequences[1], recurrent, rows_of(sequences[1]), NBYTES, np.ones(2, np.float32))
+    disk.set()
+    store.flush()
+    assert [len(store.path(tokens)) for tokens in sequences] == [0, 1, 1]
+    assert store.load(store.path(sequences[1])[-1]).logits.tolist() == [1, 1]
+    assert len(files(tmp_path)) == 4
+    assert store.nbytes == sum(path.stat().st_size for path in files(tmp_path))
+
+
+def test_what_comes_faster_than_the_disk_takes_it_is_skipped_or_waits(tmp_path, disk):
+    store = SpillStore(tmp_path, AMPLE, "checkpoint", queue_bytes=2 * NBYTES)
+    asked = [store.put([number], recurrent, rows_of([number]), NBYTES) for number in range(20)]
+    assert asked == sorted(asked, reverse=True)
+    taken = sum(asked)
+    assert 0 < taken < 20
+    assert store.skipped == 20 - taken
+    threading.Timer(0.1, disk.set).start()
+    assert all(store.put([number], recurrent, rows_of([number]), NBYTES, wait=True) for number in range(20))
+    store.close()
+    assert len(open_store(tmp_path)) == 20
+
+
+def test_a_state_larger_than_the_queue_is_written_piece_by_piece(tmp_path):
+    store = SpillStore(tmp_path, AMPLE, "checkpoint", queue_bytes=1)
+    assert store.put(TOKENS, recurrent, rows_of(TOKENS), NBYTES)
+    store.flush()
+    assert_whole(store, store.path(TOKENS)[-1], TOKENS)
+
+
+def test_a_state_whose_file_cannot_be_written_vanishes_with_those_that_share_it(tmp_path, disk, monkeypatch, caplog):
+    store = open_store(tmp_path)
+    longer = [*TOKENS, 5]
+    for tokens in (TOKENS, longer, [9, *TOKENS[:20]]):
+        assert store.put(tokens, recurrent, rows_of(tokens), NBYTES)
+    slow = spill_writer.write_tensors
+
+    def refuse_rows(path, *given, **named) -> None:
+        if "rows" in path.name:
+            raise OSError(28, "No space left on device")
+        slow(path, *given, **named)
+
+    monkeypatch.setattr(spill_writer, "write_tensors", refuse_rows)
+    state = store.path(longer)[-1]
+    disk.set()
+    store.flush()
+    assert (store.path(longer), store.path(TOKENS), len(store), len(files(tmp_path))) == ([], [], 1, 1)
+    with pytest.raises(SpillDamagedError, match="could not be written"):
+        store.load(state)
+    assert store.nbytes == sum(path.stat().st_size for path in files(tmp_path))
+    assert caplog.text.count("No space left on device") == 1
+    assert "Traceback" not in caplog.text
+
+
+def test_a_use_on_the_way_counts_after_a_restart(tmp_path, disk):
+    store = open_store(tmp_path)
+    sequences = [[number, *TOKENS[:20]] for number in range(3)]
+    for tokens in sequences:
+        store.put(tokens, recurrent, rows_of(tokens), NBYTES)
+    store.load(store.path(sequences[0])[0])
+    disk.set()
+    store.close()
+    limit = sum(path.stat().st_size for path in files(tmp_path)) * 2 // 3
+    store = open_store(tmp_path, limit)
+    assert [len(store.path(tokens)) for tokens in sequences] == [1, 0, 1]
+
+
+def test_a_hurried_close_drops_what_waits_and_leaves_nothing_half_written(tmp_path, disk):
+    store = open_store(tmp_path)
+    for number in range(5):
+        store.put([number], recurrent, rows_of([number]), NBYTES)
+    threading.Timer(0.1, disk.set).start()
+    store.close(drop=True)
+    assert len(files(tmp_path)) <= 1
+    assert list(tmp_path.glob(".*")) == []
 
 
 def test_a_folder_that_cannot_be_used_is_refused_with_its_name(tmp_path):

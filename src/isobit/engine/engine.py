@@ -22,6 +22,7 @@ from isobit.engine.request import EventHandler, Finished, FinishReason, Request,
 from isobit.engine.rounds import Rounds
 from isobit.engine.settings import EngineSettings
 from isobit.engine.spill import SpillStore
+from isobit.engine.spill_writer import QUEUE_BYTES
 from isobit.errors import IsobitError, QueueFullError, RequestError
 from isobit.model.flash_next import FlashNext
 from isobit.model.load import load_model
@@ -29,6 +30,8 @@ from isobit.model.state import StatePool
 from isobit.ops import load_ops, set_threads
 
 __all__ = ["Engine", "EngineSettings", "EngineStatus"]
+
+SPILL_QUEUE_PART = 4  # at most one part in so many of the prompt cache's memory holds states that wait for the disk
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +81,8 @@ class Engine:
         cache_bytes = int(settings.prompt_cache_gib * memory.GIB)
         self.budget = allot(self.model, limit, loaded, settings.parallel, cache_bytes)
         state = self.model.new_state(self.budget.lanes, self.budget.pages)
-        cache = PromptCache(state, cache_bytes, self._spill_store())
+        spill = self._spill_store(cache_bytes)
+        cache = PromptCache(state, cache_bytes - (0 if spill is None else spill.queue_bytes), spill)
         sources = proposers(self.model, state, settings.mtp_drafts)
         drafter = Drafter(sources, most_tokens=self.budget.drafted_tokens)
         self.rounds = rounds(self.model, state, cache, drafter, self.budget, settings, placement)
@@ -125,8 +129,12 @@ class Engine:
             cache=self.rounds.cache.metrics(),
         )
 
+    def hurry(self) -> None:
+        """Have `close` write no more kept states to disk; safe from any thread."""
+        self.rounds.cache.hurry()
+
     def close(self) -> None:
-        """Cancel what is unfinished and stop the worker."""
+        """Cancel what is unfinished, write kept states to the spill folder, if there is one, and stop the worker."""
         with self._work:
             self._closing = True
             for ticket in [*self._waiting, *(lane.ticket for lane in self.rounds.lanes)]:
@@ -171,14 +179,15 @@ class Engine:
                 log.exception("a request could not be started")
                 emit(ticket, never_started(ticket, "error", f"{type(error).__name__}: {error}"))
 
-    def _spill_store(self) -> SpillStore | None:
+    def _spill_store(self, cache_bytes: int) -> SpillStore | None:
         settings = self.settings
         if settings.spill_dir is None or not settings.prompt_cache_gib:
             return None
         folder, limit = Path(settings.spill_dir), int(settings.spill_gib * memory.GIB)
         if folder.resolve() == self.folder:
             raise IsobitError(f"--spill-dir is the checkpoint's own folder {folder}: expected a folder of its own")
-        return SpillStore(folder, limit, self.origin.checkpoint, self.origin.device)
+        queue = min(QUEUE_BYTES, cache_bytes // SPILL_QUEUE_PART)
+        return SpillStore(folder, limit, self.origin.checkpoint, self.origin.device, queue)
 
     def _wake(self) -> None:
         with self._work:

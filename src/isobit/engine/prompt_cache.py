@@ -38,8 +38,9 @@ class Hit:
 class CacheMetrics:
     """Counts since the start, `entries`, `nbytes` and `spill_*` excepted; rows_saved: those of all hits.
 
-    nbytes: memory of the entries, a page that several share counted once. spilled, restored: states written to and read
-    from disk. spill_entries, spill_nbytes: what lies there now.
+    nbytes: memory of the entries, a page that several share counted once. spilled, restored: states given to the disk
+    and read back. spill_skipped: those that came faster than it took them. spill_entries, spill_nbytes: what lies there
+    now.
     """
 
     entries: int
@@ -51,6 +52,7 @@ class CacheMetrics:
     evictions: int
     spilled: int
     restored: int
+    spill_skipped: int
     spill_entries: int
     spill_nbytes: int
 
@@ -115,6 +117,7 @@ class PromptCache:
         self._handed_out: Entry | None = None
         self._in_use: Entry | None = None
         self._hits = self._rows_saved = self._evictions = self._spilled = self._restored = 0
+        self._closing = self._hurried = False
 
     @property
     def nbytes(self) -> int:
@@ -211,6 +214,7 @@ class PromptCache:
             evictions=self._evictions,
             spilled=self._spilled,
             restored=self._restored,
+            spill_skipped=0 if self.spill is None else self.spill.skipped,
             spill_entries=0 if self.spill is None else len(self.spill),
             spill_nbytes=0 if self.spill is None else self.spill.nbytes,
         )
@@ -218,11 +222,16 @@ class PromptCache:
     def close(self) -> None:
         """Evict all entries, so that the spill store has them after a restart, and close it."""
         self._handed_out = None
+        self._closing = True
         if self.spill is not None and self.spill.active and self._entries:
             log.info("writing %d kept states to the spill folder %s", len(self._entries), self.spill.folder)
-        self.evict_all()
+        self._evict_while(self._evictable(), lambda: not self._hurried)
         if self.spill is not None:
-            self.spill.close()
+            self.spill.close(drop=self._hurried)
+
+    def hurry(self) -> None:
+        """Have `close` drop what it has not written yet; safe from any thread."""
+        self._hurried = True
 
     def _find(self, tokens: np.ndarray) -> Entry | None:
         """The entry of the most usable rows, read back from disk when those in memory have fewer."""
@@ -403,6 +412,7 @@ class PromptCache:
             lambda first, last: export_rows(self.pool, kept.pages, first, last),
             entry.copied_nbytes + len(kept.pages) * self._page_nbytes,
             entry.logits,
+            wait=self._closing,
         )
 
 

@@ -6,7 +6,8 @@ states share whose tokens begin alike: a row depends on the tokens up to it alon
 and of what the bytes belong to (checkpoint, arithmetic version, device kind). The metadata repeats that, with a SHA-256
 over itself and all data, which is checked whenever a file is read back.
 
-Files appear under their names whole, a state's after its rows'. So a process that is killed leaves at most files that
+Files are written by a thread of their own (`spill_writer.py`); a state that is not written yet is read from memory.
+They appear under their names whole, a state's after its rows'. So a process that is killed leaves at most files that
 nothing names, which the next one removes.
 """
 
@@ -25,8 +26,9 @@ from typing import IO
 
 import numpy as np
 
-from isobit.checkpoint.store import read_tensors, write_tensors
+from isobit.checkpoint.store import read_tensors
 from isobit.engine.radix import Node, RadixTree, Tokens, as_tokens
+from isobit.engine.spill_writer import QUEUE_BYTES, SpillWriter, Write, checksum, unlink
 from isobit.errors import IsobitError
 from isobit.model.kept import Arrays, RowPiece
 from isobit.ops.version import ARITHMETIC_VERSION
@@ -43,6 +45,10 @@ log = logging.getLogger(__name__)
 
 class SpillDamagedError(IsobitError):
     """A state's files are not what was written; they are gone now."""
+
+
+class NoRoomError(IsobitError):
+    """The limit has no room for a state."""
 
 
 @dataclass(eq=False)
@@ -92,23 +98,31 @@ class LoadedState:
 class SpillStore:
     """The states in a folder, of at most `limit_bytes` together, least recently used given up first.
 
-    identity: of the checkpoint (`checkpoint_identity`). device: the device kind whose bits these are. One process at a
-    time uses a folder: for another one the store is not `active` and holds nothing, with a logged warning. Raises
-    IsobitError when the folder cannot be made or written to.
+    identity: of the checkpoint (`checkpoint_identity`). device: the device kind whose bits these are. queue_bytes: of
+    states that wait to be written. One process at a time uses a folder: for another one the store is not `active` and
+    holds nothing, with a logged warning. Raises IsobitError when the folder cannot be made or written to.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], limit_bytes: int, identity: str, device: str = "cpu"):
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        limit_bytes: int,
+        identity: str,
+        device: str = "cpu",
+        queue_bytes: int = QUEUE_BYTES,
+    ):
         self.folder = Path(folder)
         self.limit_bytes = limit_bytes
+        self.queue_bytes = queue_bytes
         self.belongs = {"isobit": FORMAT, "checkpoint": identity, "arithmetic": ARITHMETIC_VERSION, "device": device}
-        self.nbytes = 0
+        self.nbytes = self.skipped = 0
         self._tree: RadixTree[SpilledState] = RadixTree()
         self._states: set[SpilledState] = set()
         self._rows: dict[str, RowsFile] = {}
         self._foreign: set[ForeignFile] = set()
         self._held: SpilledState | None = None
         self._last_use = 0
-        self._failing = False
+        self._writer = SpillWriter(queue_bytes)
         self._lock = self._take_lock()
         if self.active:
             self._scan()
@@ -127,6 +141,7 @@ class SpillStore:
 
     def path(self, tokens: Tokens) -> list[SpilledState]:
         """The states whose whole sequence `tokens` begins with, fewest rows first."""
+        self._settle()
         return [node.value for node in self._tree.path(tokens) if node.value is not None]
 
     @contextlib.contextmanager
@@ -145,13 +160,16 @@ class SpillStore:
         export_rows: Callable[[int, int], Arrays],
         nbytes: int,
         logits: np.ndarray | None = None,
+        wait: bool = False,
     ) -> bool:
-        """Write the state after `tokens` unless it is there; whether it is there now.
+        """Have the state after `tokens` written unless it is there; whether it can be loaded now.
 
-        export_recurrent(): the recurrent arrays; export_rows(first, last): those of a RowPiece; called when they are to
-        be written. nbytes: of the whole state, all rows included. A state that the limit has no room for, or that the
-        disk refuses, is not written; the latter is logged.
+        export_recurrent(): the recurrent arrays; export_rows(first, last): those of a RowPiece; called before this
+        returns. nbytes: of the whole state, all rows included. A state that the limit has no room for is not taken, nor
+        one that comes while others wait and the queue has no room left, unless `wait` says to wait for it; a state
+        larger than the queue is always waited for. What the disk refuses is logged and vanishes.
         """
+        self._settle()
         tokens = as_tokens(tokens)
         if not self.active or nbytes > self.limit_bytes:
             return False
@@ -162,17 +180,19 @@ class SpillStore:
             return True
         keys = self._keys(tokens)
         chunks = keys[:-1]
+        there = sum(self._rows[key].nbytes for key in chunks if key in self._rows)
+        if not wait and not self._writer.has_room(nbytes - there):
+            self.skipped += 1
+            return False
         self._use_rows(chunks)
         if known is not None:
             self.drop(known)
         try:
             self._write_chunks(tokens, chunks, export_rows)
             state = self._write_state(tokens, keys, export_recurrent(), export_rows, logits)
-        except (IsobitError, OSError) as error:
+        except NoRoomError:
             self._release_rows(chunks)
-            self._report(error)
             return False
-        self._failing = False
         self._index(tokens, state)
         return True
 
@@ -181,6 +201,8 @@ class SpillStore:
 
         Raises SpillDamagedError, and drops the state, when its file is not what was written.
         """
+        if state not in self._states:
+            raise SpillDamagedError(f"{state.path} could not be written")
         assert state.node is not None
         self._touch(state)
         tokens = state.node.tokens()
@@ -199,11 +221,17 @@ class SpillStore:
         self._tree.remove(state.node)
         self._states.discard(state)
         self.nbytes -= state.nbytes
-        _unlink(state.path)
+        self._writer.discard(state.path)
         self._release_rows(state.chunks)
 
-    def close(self) -> None:
-        """Let another process use the folder."""
+    def flush(self) -> None:
+        """Wait until all that was put is on disk."""
+        self._writer.flush()
+        self._settle()
+
+    def close(self, drop: bool = False) -> None:
+        """Write what waits, or `drop` it, and let another process use the folder."""
+        self._writer.close(drop)
         if self._lock is not None:
             self._lock.close()
             self._lock = None
@@ -231,7 +259,7 @@ class SpillStore:
         states: list[tuple[str, Path, os.stat_result]] = []
         for path in sorted(self.folder.iterdir()):
             if path.name.startswith(".") and path.name.endswith(".partial"):
-                _unlink(path)
+                unlink(path)
             elif path.name.endswith((STATE_SUFFIX, ROWS_SUFFIX)):
                 self._scan_file(path, states)
         for key, path, stat in states:
@@ -255,7 +283,7 @@ class SpillStore:
             return
         self.nbytes += stat.st_size
         self._last_use = max(self._last_use, stat.st_mtime_ns)
-        key = path.name.split(".")[0]
+        key = _key(path)
         if any(metadata.get(name) != value for name, value in self.belongs.items()):
             self._foreign.add(ForeignFile(path, stat.st_size, stat.st_mtime_ns))
         elif path.name.endswith(ROWS_SUFFIX):
@@ -324,16 +352,26 @@ class SpillStore:
         return SpilledState(path, len(tokens), chunks, logits_nbytes, nbytes, self._next_use())
 
     def _write(self, path: Path, arrays: Arrays, described: Mapping[str, str]) -> int:
-        """Write one file within the limit; its size."""
+        """Have one file written within the limit; at most its size, until `_settle` knows better."""
         size = sum(array.nbytes for array in arrays.values()) + self._header_bytes(arrays)
         if not self._make_room(size):
-            raise IsobitError(f"{path} needs {size} bytes, which the spill folder's limit has no room for")
-        metadata = {**self.belongs, **described}
-        # The checksum tells what a power cut has left; waiting for the disk would stop the rounds.
-        write_tensors(path, arrays, metadata={**metadata, "sha256": _checksum(metadata, arrays)}, durable=False)
-        written = path.stat().st_size
-        self.nbytes += written
-        return written
+            raise NoRoomError(f"{path} needs {size} bytes, which the spill folder's limit has no room for")
+        self._writer.put(Write(path, arrays, {**self.belongs, **described}, self._next_use(), size))
+        self.nbytes += size
+        return size
+
+    def _settle(self) -> None:
+        """Take in what has become of the files handed to the writer."""
+        for write in self._writer.finished():
+            key, is_state = _key(write.path), write.path.name.endswith(STATE_SUFFIX)
+            states = [state for state in self._states if state.path == write.path] if is_state else self._users(key)
+            if write.size is None:
+                for state in states:
+                    self.drop(state)
+                continue
+            for file in states if is_state else [self._rows[key]]:
+                self.nbytes += write.size - file.nbytes
+                file.nbytes = write.size
 
     def _pieces(self, state: SpilledState, first_row: int, tail: RowPiece) -> Iterator[RowPiece]:
         for i, key in enumerate(state.chunks):
@@ -347,12 +385,15 @@ class SpillStore:
 
     def _read(self, path: Path, described: Mapping[str, str], drop: Callable[[], None]) -> Arrays:
         """A file's arrays, once all of it is found to be as it was written; calls `drop` when it is not."""
+        unwritten = self._writer.unwritten(path)
+        if unwritten is not None:
+            return unwritten
         problem = "its checksum does not match"
         try:
             arrays, metadata = read_tensors(path)
-            checksum = metadata.pop("sha256", "")
+            found = metadata.pop("sha256", "")
             expected = {**self.belongs, **described}
-            whole = checksum == _checksum(metadata, arrays)
+            whole = found == checksum(metadata, arrays)
             whole = whole and all(metadata.get(name) == value for name, value in expected.items())
         except (IsobitError, OSError) as error:
             whole, problem = False, str(error)
@@ -380,17 +421,19 @@ class SpillStore:
     def _remove_rows(self, key: str) -> None:
         rows = self._rows.pop(key)
         self.nbytes -= rows.nbytes
-        _unlink(rows.path)
+        self._writer.discard(rows.path)
 
     def _drop_users(self, key: str) -> None:
         """Drop every state that needs a damaged rows file, and the file with the last of them."""
-        for state in [state for state in self._states if key in state.chunks]:
+        for state in self._users(key):
             self.drop(state)
+
+    def _users(self, key: str) -> list[SpilledState]:
+        return [state for state in self._states if key in state.chunks]
 
     def _touch(self, state: SpilledState) -> None:
         state.used = self._next_use()
-        with contextlib.suppress(OSError):
-            os.utime(state.path, ns=(state.used, state.used))
+        self._writer.stamp(state.path, state.used)
 
     def _next_use(self) -> int:
         """Now in nanoseconds, later than every use before."""
@@ -407,7 +450,7 @@ class SpillStore:
             if isinstance(oldest, ForeignFile):
                 self._foreign.discard(oldest)
                 self.nbytes -= oldest.nbytes
-                _unlink(oldest.path)
+                unlink(oldest.path)
             else:
                 self.drop(oldest)
         return True
@@ -416,21 +459,6 @@ class SpillStore:
         """A file's header of these arrays is no longer."""
         return sum(len(name) + ENTRY_BYTES for name in arrays) + len(json.dumps(self.belongs)) + METADATA_BYTES
 
-    def _report(self, error: Exception) -> None:
-        """Warn of the first failure in a row; a full disk would repeat it at every eviction."""
-        level = logging.DEBUG if self._failing else logging.WARNING
-        log.log(level, "a state could not be written to the spill folder: %s", error)
-        self._failing = True
-
-
-def _checksum(metadata: Mapping[str, str], arrays: Arrays) -> str:
-    """SHA-256, hexadecimal, over a file's metadata and all its tensors with their names, dtypes and shapes."""
-    digest = hashlib.sha256(json.dumps(metadata, sort_keys=True).encode())
-    for name, array in sorted(arrays.items()):
-        digest.update(json.dumps([name, str(array.dtype), array.shape]).encode())
-        digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-    return digest.hexdigest()
-
 
 def _without_prefix(arrays: Arrays, prefix: str) -> Arrays:
     return {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
@@ -438,9 +466,8 @@ def _without_prefix(arrays: Arrays, prefix: str) -> Arrays:
 
 def _remove_damaged(path: Path, error: Exception) -> None:
     log.warning("%s in the spill folder is damaged or truncated and was removed: %s", path.name, error)
-    _unlink(path)
+    unlink(path)
 
 
-def _unlink(path: Path) -> None:
-    with contextlib.suppress(OSError):
-        path.unlink()
+def _key(path: Path) -> str:
+    return path.name.split(".")[0]

@@ -36,7 +36,8 @@ CACHE_TOTALS = (
     ("isobit_cache_misses", "Prompts that found none.", "misses"),
     ("isobit_cache_rows_saved", "Prompt rows that kept states stood for.", "rows_saved"),
     ("isobit_cache_evictions", "Kept states dropped from memory.", "evictions"),
-    ("isobit_cache_spilled", "Kept states written to the spill folder.", "spilled"),
+    ("isobit_cache_spilled", "Kept states given to the spill folder.", "spilled"),
+    ("isobit_cache_spill_skipped", "Kept states dropped because the disk was still busy with others.", "spill_skipped"),
     ("isobit_cache_restored", "Kept states read back from it.", "restored"),
 )
 DRAFTS = (("isobit_draft_resting_lanes", "Lanes whose drafts rest because they lost time.", "resting"),)
