@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -188,6 +189,21 @@ def test_ctrl_c_ends_generate_with_130(test_checkpoint):
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=20)
     assert process.returncode == 130
+    assert errors == b""
+
+
+@pytest.mark.parametrize("pause", [0.001, 0.03])
+def test_ctrl_c_again_and_again_ends_generate_without_a_traceback(test_checkpoint, pause):
+    command = [sys.executable, "-m", "isobit", "generate", str(test_checkpoint), "hi", "--max-tokens", "1900"]
+    process = subprocess.Popen([*command, "--ignore-eos"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    os.read(process.stdout.fileno(), 1)
+    deadline = time.monotonic() + 20
+    while process.poll() is None:
+        assert time.monotonic() < deadline
+        process.send_signal(signal.SIGINT)
+        time.sleep(pause)
+    _, errors = process.communicate()
+    assert process.returncode in (130, -signal.SIGINT)
     assert errors == b""
 
 

@@ -1,11 +1,14 @@
 """Binding a port and running the application until a signal."""
 
+import asyncio
+import contextlib
 import signal
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable
+from types import FrameType
 from typing import TYPE_CHECKING
 
 import uvicorn
@@ -17,7 +20,9 @@ from isobit.serve.framing import OpenAIFraming
 if TYPE_CHECKING:
     from isobit.serve.app import Service
 
-SETTLE_SECONDS = 5
+SETTLE_SECONDS = 5  # for clients to read the last events of their streams
+HURRIED_SECONDS = 1  # the same after a second Ctrl-C
+TICK_SECONDS = 0.1
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -59,22 +64,43 @@ def run(app: FastAPI, bound: socket.socket, grace: float, on_ready: Callable[[],
     server = _Server(configuration(app), grace, on_ready)
     if stop_with_stdin:
         threading.Thread(target=_stop_at_end_of_stdin, args=(server,), daemon=True).start()
-    # uvicorn raises the signal again when it is done: SIGTERM then ends the process as a success.
-    signal.signal(signal.SIGTERM, lambda *_: None)
+    before = {number: signal.signal(number, server.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         server.run(sockets=[bound])
     except OSError as error:
         raise IsobitError(f"cannot listen on {bound.getsockname()[0]}: {error.strerror}") from None
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if server.interrupted:
+        raise KeyboardInterrupt
 
 
 class _Server(uvicorn.Server):
-    """Goes on answering for the grace time after it is told to stop, with 503 to what is new."""
+    """Goes on answering for the grace time after it is told to stop, with 503 to what is new.
+
+    Told so twice it waits for nothing that is not under way to its end; a third Ctrl-C ends the process.
+    """
 
     def __init__(self, config: uvicorn.Config, grace: float, on_ready: Callable[[], None]):
         super().__init__(config)
+        self.interrupted = False
         self._grace = grace
         self._on_ready = on_ready
         self._deadline: float | None = None
+        self._hurried = False
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """The signal handler: nothing but flags, since it runs between any two steps of the program."""
+        self.interrupted = self.interrupted or sig == signal.SIGINT
+        if self.should_exit:
+            self._hurried = True
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+        self.should_exit = True
+
+    def capture_signals(self) -> contextlib.AbstractContextManager[None]:  # type: ignore[override]
+        """Nothing: `run` has set the handlers, and leaves them until the application has ended too."""
+        return contextlib.nullcontext()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -85,9 +111,9 @@ class _Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._service.replies.cancel_all()
-        left = max(0.0, (self._deadline or 0.0) - time.monotonic())
-        self.config.timeout_graceful_shutdown = int(left) + SETTLE_SECONDS
+        impatience = asyncio.create_task(self._give_up_in_time())
         await super().shutdown(sockets)
+        impatience.cancel()
 
     @property
     def _service(self) -> "Service":
@@ -95,10 +121,33 @@ class _Server(uvicorn.Server):
 
     def _drained(self) -> bool:
         """Whether nothing is left to wait for: running replies, or the grace time."""
+        unfinished = self._service.replies.unfinished
         if self._deadline is None:
             self._deadline = time.monotonic() + self._grace
             self._service.stopping = True
-        return self.force_exit or not self._service.replies.unfinished or time.monotonic() >= self._deadline
+            if unfinished and self._grace:
+                self._say_what_is_awaited(unfinished)
+        return self._hurried or not unfinished or time.monotonic() >= self._deadline
+
+    def _say_what_is_awaited(self, unfinished: int) -> None:
+        replies = f"{unfinished} running {'reply' if unfinished == 1 else 'replies'}"
+        key = "press Ctrl-C again" if self.interrupted else "Ctrl-C is there"
+        print(f"isobit: waiting up to {self._grace:g} s for {replies}; {key} to stop now", file=sys.stderr, flush=True)
+
+    async def _give_up_in_time(self) -> None:
+        """Close the connections of clients that do not read their last events; with a second Ctrl-C, spill no more."""
+        left = max(0.0, (self._deadline or 0.0) - time.monotonic())
+        patient_until = time.monotonic() + left + SETTLE_SECONDS
+        hurried_until: float | None = None
+        while True:
+            if self._hurried and not self._service.replies.unfinished:
+                hurried_until = hurried_until or time.monotonic() + HURRIED_SECONDS
+                self._service.engine.hurry()
+            if time.monotonic() >= min(patient_until, hurried_until or patient_until):
+                for connection in list(self.server_state.connections):
+                    # Cancelling its task would end in a traceback in the log.
+                    connection.transport.abort()
+            await asyncio.sleep(TICK_SECONDS)
 
 
 def _stop_at_end_of_stdin(server: uvicorn.Server) -> None:
