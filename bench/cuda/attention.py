@@ -23,12 +23,13 @@ COPY_RATE, CACHE_RATE = 4.3e12, 5.5e12
 FLOAT_LANES, CLOCK = 128, 1.75e9  # of a multiprocessor
 LANE_SUM = INDEX_DIM + 31  # operations of one product of index keys
 STAGINGS = (
+    cuda.Staging(32, 3, rows=3, through_l1=True),
     cuda.Staging(32, 3, rows=3),
-    cuda.Staging(32, 3, rows=2),
-    cuda.Staging(32, 3, rows=1),
-    cuda.Staging(32, 2, rows=4),
-    cuda.Staging(64, 2, rows=2),
-    cuda.Staging(64, 2, rows=1),
+    cuda.Staging(32, 3, rows=2, through_l1=True),
+    cuda.Staging(32, 3, rows=1, through_l1=True),
+    cuda.Staging(32, 2, rows=4, through_l1=True),
+    cuda.Staging(64, 2, rows=2, through_l1=True),
+    cuda.Staging(64, 2, rows=1, through_l1=True),
 )
 ALIKE_ROWS = 64
 Shape = tuple[int, int, int]  # streams, rows of each, the position of its first
@@ -56,9 +57,9 @@ def milliseconds(action: Callable[[], object], repeats: int) -> float:
 
 def prepare(positions: int) -> cuda.Attention:
     widths = HEAD_DIM, HEAD_DIM, INDEX_DIM, INDEX_DIM
-    norms = [0.1 * np.random.default_rng(0).standard_normal(width) for width in widths]
+    q_norm, k_norm, index_q_norm, index_k_norm = (0.1 * np.random.default_rng(0).standard_normal(n) for n in widths)
     sizes = HEADS, KV_HEADS, HEAD_DIM, INDEX_HEADS, INDEX_DIM, BUDGET, BLOCK, ROTARY
-    return cuda.prepare_attention(*norms, *sizes, 1e7, positions, 1e-6)
+    return cuda.prepare_attention(q_norm, k_norm, index_q_norm, index_k_norm, *sizes, 1e7, positions, 1e-6)
 
 
 class Lab:
@@ -151,6 +152,7 @@ def times_of(shape: Shape, stagings: bool) -> Iterator[dict]:
         for staging in STAGINGS:
             cuda.MANY = staging
             name = f"{staging.stages} stages of {staging.keys} keys, {staging.rows} rows a block"
+            name += ", through L1" if staging.through_l1 else ""
             for what, picked in (("read", selection), ("read, alike", alike)):
                 taken = milliseconds(lambda picked=picked: lab.read(picked), repeats)  # type: ignore[misc]
                 yield {"what": f"{what}, {where}, {name}", "ms": taken, "floor_ms": 1e3 * lab.read_floor()}

@@ -1,6 +1,7 @@
 // Attending of one row's query heads of one key-value head over parts of its list of keys (docs/arithmetic.md, *On
 // CUDA*). 128 threads, a group, share a row. Macros: HEADS, KV_HEADS, HEAD_DIM, BLOCK, KEPT, ROTARY, STAGE_KEYS (keys,
-// or values, that are loaded at a time: 32 or 64) and STAGES (how many of these there is memory for); both change no bit.
+// or values, that are loaded at a time: 32 or 64), STAGES (how many of these there is memory for), THROUGH_L1 (whether
+// rows of a multiprocessor may share what they load). The last three change no bit.
 #pragma once
 #include "ops/sparse_attention/normed_rows.cuh"
 
@@ -62,13 +63,12 @@ DEVICE void find_places(
     }
 }
 
-#ifdef EMULATED
-DEVICE void copy_row_piece(void* shared, const void* global) { copy_async_16(shared, global); }
-#else
-// Through L1: rows that lie next to each other read many of the same keys.
+#if THROUGH_L1 && !defined(EMULATED)
 DEVICE void copy_row_piece(void* shared, const void* global) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 16;" :: "r"(shared_address(shared)), "l"(global) : "memory");
 }
+#else
+DEVICE void copy_row_piece(void* shared, const void* global) { copy_async_16(shared, global); }
 #endif
 
 // A warp's keys of a stage, those of ranks first_key on; those past the end of the list become zeros.

@@ -39,11 +39,12 @@ class Staging(NamedTuple):
     keys: int
     stages: int
     rows: int = 1
+    through_l1: bool = False
 
 
 FEW_ALONE = Staging(64, 4)  # where there is a multiprocessor for each block
 FEW = Staging(64, 2)
-MANY = Staging(32, 3, rows=3)
+MANY = Staging(32, 3, rows=3, through_l1=True)
 
 
 @dataclass(frozen=True)
@@ -299,6 +300,7 @@ def _reading_macros(handle: Attention, staging: Staging) -> dict[str, int]:
     return {
         "HEADS": sizes.heads, "KV_HEADS": sizes.kv_heads, "HEAD_DIM": sizes.head_dim, "BLOCK": sizes.block,
         "KEPT": sizes.kept_blocks, "ROTARY": handle.rotary_dim, "STAGE_KEYS": staging.keys, "STAGES": staging.stages,
+        "THROUGH_L1": int(staging.through_l1),
     }  # fmt: skip
 
 

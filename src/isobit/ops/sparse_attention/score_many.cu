@@ -99,7 +99,7 @@ DEVICE void load_keys(Scratch& scratch, const float* pooled, const int* pages, i
     for (int piece = threadIdx.x; piece < TILE * PIECES; piece += THREADS) {
         // Lanes take NEAR pieces of each of several keys: whole sectors are read, and few banks written twice.
         const int outer = piece / (TILE * NEAR) * NEAR;
-        const int group = smaller(NEAR, PIECES - outer), within = piece - outer * TILE;
+        const int group = PIECES % NEAR ? smaller(NEAR, PIECES - outer) : NEAR, within = piece - outer * TILE;
         const int at = within / group, column = (outer + within % group) * UNIT;
         const int block = first + smaller(at, count - 1);
         const int64 place = static_cast<int64>(pages[block / PAGE_BLOCKS]) * PAGE_BLOCKS + block % PAGE_BLOCKS;
@@ -140,10 +140,10 @@ DEVICE void score_rows(
 #pragma unroll
                 for (int j = 0; j < QUAD; j++) totals[j] += sums.of[i][j] > 0.0f ? sums.of[i][j] : 0.0f;
         }
-        float* target = scores + static_cast<int64>(first_row + own_row) * scores_step + first + own_block;
+        const int64 at = static_cast<int64>(first_row + own_row) * scores_step + first + own_block;
 #pragma unroll
         for (int j = 0; j < QUAD; j++)
-            if (first + own_block + j < finished) target[j] = totals[j] * scale;
+            if (first + own_block + j < finished) scores[at + j] = totals[j] * scale;
     }
 }
 
