@@ -17,6 +17,7 @@ BY_ROW_COUNT, LAYER_BY_LAYER, FEW_ROWS, MANY_ROWS = 0, 1, 2, 3  # how to read; t
 STREAMS, LAYERS = "ops/gated_residual/streams.cu", "ops/gated_residual/layers.cu"
 DOWN, MIX = "ops/gated_residual/down.cu", "ops/gated_residual/mix.cu"
 THREADS = 256
+ADD_THREADS = 128
 ROW_TILE, MOST_OWN_ROWS = 8, 8  # rows of a product's operand; up to how many rows each block activates them itself
 DOWN_ROWS, DOWN_TILES = 64, 21  # of a block of down.cu
 DOWN_SHARED = (3 * DOWN_TILES * 4 + 2 * ROW_TILE * 4) * WARP * 16  # bytes
@@ -235,28 +236,32 @@ def _down_and_inject(wide: torch.Tensor, site: GatedResidual) -> tuple[torch.Ten
 
 def gated_write(streams: torch.Tensor, injection: torch.Tensor, y: torch.Tensor) -> None:
     """streams_s += injection_s * y, in place: [R, S, H], [R, S], [R, H]."""
-    _write(streams, injection, y, None, 0.0)
+    _add_to_streams(streams, injection, y)
 
 
 def add_streams(streams: torch.Tensor, x: torch.Tensor) -> None:
     """x added to every stream, in place: [R, S, H], [R, H]."""
-    _write(streams, None, x, None, 0.0)
+    _add_to_streams(streams, None, x)
+
+
+def _add_to_streams(streams: torch.Tensor, injection: torch.Tensor | None, y: torch.Tensor) -> None:
+    rows, count, width = streams.shape
+    if streams.numel():
+        whole = not (width % 4 or streams.data_ptr() % 16 or y.data_ptr() % 16)
+        values = 4 if whole else 1
+        kernel = kernels.load(STREAMS, "add_to_streams", VALUES=values)
+        units = width // values
+        kernel((-(-units // ADD_THREADS), rows), ADD_THREADS, streams, injection, y, count, units)
 
 
 def gated_write_normed(streams: torch.Tensor, injection: torch.Tensor, y: torch.Tensor, eps: float) -> torch.Tensor:
     """`gated_write`, and the factors that norm each stream as it then is: float32 [R, S], for the next `gated_read`."""
-    inverse = memory.empty(streams.shape[:2])
-    _write(streams, injection, y, inverse, eps)
-    return inverse
-
-
-def _write(
-    streams: torch.Tensor, injection: torch.Tensor | None, y: torch.Tensor, inverse: torch.Tensor | None, eps: float
-) -> None:
     rows, count, width = streams.shape
+    inverse = memory.empty((rows, count))
     if streams.numel():
         kernel, grid, threads = _for_streams("write_streams", rows, count, width)
         kernel(grid, threads, streams, injection, y, inverse, rows * count, count, width, float(eps))
+    return inverse
 
 
 def inverse_norms(streams: torch.Tensor, eps: float) -> torch.Tensor:

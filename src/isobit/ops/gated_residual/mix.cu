@@ -84,7 +84,7 @@ mix_few(const uint4* __restrict__ up, const float* __restrict__ values, const ui
             multiply(c, weights[step], pairs.x, pairs.y);
         }
 #pragma unroll
-        for (int i = 0; i < 4; i++) mixes[stream][2 * pair + i % 2][group + i / 2 * 8] = sigmoid32(c[i]);
+        for (int i = 0; i < 4; i++) mixes[stream][2 * pair + i % 2][group + i / 2 * 8] = mixing_sigmoid(c[i]);
         __syncthreads();
         for (int i = threadIdx.x; i < ROW_TILE * SIDE; i += WARP * STREAMS) {
             const int row = first_row + i / SIDE, column = first + i % SIDE;
@@ -197,7 +197,7 @@ mix_many(const uint4* __restrict__ up, const uint2* __restrict__ low, const floa
                 for (int stream = 0; stream < STREAMS; stream++) {
                     const float x = streams[(row * STREAMS + stream) * HIDDEN + column + 8 * upper];
                     const float normed = (x * inverse[row * STREAMS + stream]) * factors[stream][upper];
-                    const float value = sigmoid32(c[stream][tile][i]) * normed;
+                    const float value = mixing_sigmoid(c[stream][tile][i]) * normed;
                     total = stream ? total + value : value;
                 }
                 mixed[row * HIDDEN + column + 8 * upper] = total / static_cast<float>(STREAMS);

@@ -401,6 +401,7 @@ DEVICE Rank find_rank(const Search& search, const Row& row, const Bins& bins, Ro
     __syncthreads();
     // Without a limit that is passed the search ends in the last bin that has values.
     Sum before = bins.before;
+#pragma unroll
     for (int i = 0; i < BINS_A_THREAD; i++) {
         const int bin = threadIdx.x * BINS_A_THREAD + i;
         const Sum up_to = before + bins.sums[i];
@@ -429,6 +430,7 @@ DEVICE Bins bins_of_row(const unsigned* counts, const uint64* highs, const uint6
                         Sum& all) {
     Bins bins;
     Sum own = no_sum();
+#pragma unroll
     for (int i = 0; i < BINS_A_THREAD; i++) {
         const int64 at = row * BINS + threadIdx.x * BINS_A_THREAD + i;
         bins.sums[i] = {counts[at], highs[at], lows[at]};
@@ -502,7 +504,7 @@ DEVICE uint64 drawn_entry(const Draw& draw, const Row& row, uint64 first, const 
     return kept.entry;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
 draw_tokens(const float* __restrict__ logits, int width, int chunks, const int64* __restrict__ draws,
             const uint64* __restrict__ best, const uint64* __restrict__ totals, const unsigned* __restrict__ counts,
             const uint64* __restrict__ highs, const uint64* __restrict__ lows, const unsigned* __restrict__ masks,
@@ -539,7 +541,7 @@ draw_tokens(const float* __restrict__ logits, int width, int chunks, const int64
 }
 
 // ids and logprobs [rows, count], count at most MOST_SORTED and width: the most likely, best first.
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
 most_likely(const float* __restrict__ logits, int width, int chunks, int count, const uint64* __restrict__ best,
             const uint64* __restrict__ totals, const unsigned* __restrict__ counts, const uint64* __restrict__ highs,
             const uint64* __restrict__ lows, const unsigned* __restrict__ masks, int* __restrict__ ids,
