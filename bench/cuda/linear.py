@@ -8,6 +8,7 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from unittest.mock import patch
 
 import torch
 
@@ -101,14 +102,12 @@ def few_times(layers: list, name: str, row_counts: Sequence[int]) -> Iterator[di
 
 def shape_times(layers: list, name: str, rows: int) -> Iterator[dict]:
     """One layer through every shape of a block, to choose among them."""
-    size, chosen = layers[0].nbytes, cuda.few_rows_shape
-    try:
-        for shape in SHAPES:
-            cuda.few_rows_shape = lambda *sizes, shape=shape: shape
-            what = f"{name}, {rows} rows, {shape.columns} columns, {shape.turns} turns, fused {shape.fused}"
-            yield entry(what, few_rows(layers, rows), size / COPY_RATE, size, "TB/s")
-    finally:
-        cuda.few_rows_shape = chosen
+    size = layers[0].nbytes
+    for shape in SHAPES:
+        what = f"{name}, {rows} rows, {shape.columns} columns, {shape.turns} turns, fused {shape.fused}"
+        with patch.object(cuda, "few_rows_shape", lambda *sizes, shape=shape: shape):
+            taken = few_rows(layers, rows)
+        yield entry(what, taken, size / COPY_RATE, size, "TB/s")
 
 
 def many_times(inputs: int, outputs: int, bits: int, rows: int) -> Iterator[dict]:
@@ -121,20 +120,22 @@ def many_times(inputs: int, outputs: int, bits: int, rows: int) -> Iterator[dict
         taken = timed(partial(cuda.linear, x, layer, how), 5)
         yield entry(f"{name}, {what}", taken, floor, operations, "TFLOP/s")
     yield entry(f"{name}, expand", timed(partial(cuda.expanded, layer), 5), 2.0 * inputs * outputs / COPY_RATE, 0, "-")
-    weights, count = cuda.expanded(layer), cuda_products.pass_rows(rows)
+    weights, part = cuda.expanded(layer), next(cuda_products.passes(rows, outputs, layer.shards))
+    count, width = part.stored_rows, part.outputs
     halves = torch.randn((1, count, inputs), device=memory.device()).half()
-    sums = memory.empty((layer.shards, 1, count, outputs))
-    share = count / rows
-    inputs_floor, outputs_floor = 6.0 * count * inputs / COPY_RATE, 8.0 * count * outputs / COPY_RATE
-    part, y = x[:count], memory.empty((count, outputs))
-    rotate_in = timed(partial(cuda.round_inputs, part, layer, halves), 5)
+    sums = memory.empty((layer.shards, 1, count, width))
+    own_x, y = torch.randn((count, inputs), device=memory.device()), memory.empty((count, outputs))
+    rotate_in = timed(partial(cuda.round_inputs, own_x, layer, halves), 5)
     rotate_out = timed(partial(cuda.finish_outputs, sums, layer, y), 5)
-    yield entry(f"{name}, {count} of them rotated in", rotate_in, inputs_floor, 0, "-")
-    yield entry(f"{name}, {count} of them rotated out", rotate_out, outputs_floor, 0, "-")
+    yield entry(f"{name}, {count} rows rotated in", rotate_in, 6.0 * count * inputs / COPY_RATE, 0, "-")
+    outputs_floor = 4.0 * (layer.shards + 1) * count * width / COPY_RATE
+    yield entry(f"{name}, {count} rows, {width} outputs rotated out", rotate_out, outputs_floor, 0, "-")
+    operations = 2.0 * count * inputs * width
     for what, own in (("cuBLAS or own", False), ("own", True)):
-        multiply = partial(cuda_products.products, halves[0], weights, layer.shard_bounds, sums[:, 0], own)
+        multiply = partial(cuda_products.products, halves[0], weights[:width], layer.shard_bounds, sums[:, 0], own)
         product = timed(multiply, 5)
-        yield entry(f"{name}, product of {count} rows, {what}", product, floor * share, operations * share, "TFLOP/s")
+        what = f"{name}, product of {count} rows, {width} outputs, {what}"
+        yield entry(what, product, operations / TENSOR_RATE, operations, "TFLOP/s")
 
 
 def times(quick: bool) -> list[dict]:

@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch", reason="needs PyTorch: pip install 'isobit[
 from isobit.contract.gates import GATES  # noqa: E402
 from isobit.contract.plans import Sizes  # noqa: E402
 from isobit.cuda import memory  # noqa: E402
-from isobit.ops.linear import cuda, cuda_layers, cuda_reference  # noqa: E402
+from isobit.ops.linear import cuda, cuda_layers, cuda_products, cuda_reference  # noqa: E402
 from isobit.ops.linear.cuda_contract import CudaLinearOp  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("emulated_cuda")
@@ -94,8 +94,27 @@ def test_passes_of_few_rows_change_nothing(monkeypatch):
     x, weights = rows_of("float16, in two parts", 200)
     handle = cuda.prepare_linear(weights)
     expected = on_host(x, handle)
-    monkeypatch.setattr(cuda.cuda_products, "PASS_ROWS", (128,))
+    monkeypatch.setattr(cuda_products, "PASS_ROWS", (128,))
     assert on_host(x, handle).tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("name", ["padded, with bias", "float16, whole rows"])
+def test_passes_of_few_outputs_change_nothing(name, monkeypatch):
+    x, weights = rows_of(name, 70)
+    handle = cuda.prepare_linear(weights)
+    expected = on_host(x, handle)
+    monkeypatch.setattr(cuda_products, "WIDE_OUTPUTS", 128)
+    monkeypatch.setattr(cuda_products, "WIDE_ROWS", 33)
+    assert on_host(x, handle).tobytes() == expected.tobytes()
+
+
+def test_passes_cover_every_output_once():
+    done = np.zeros((5000, 9000), np.int8)
+    for part in cuda_products.passes(5000, 9000, 1):
+        rows = slice(part.first_row, part.first_row + part.rows)
+        done[rows, part.first_output : part.first_output + part.outputs] += 1
+        assert part.rows <= part.stored_rows
+    assert (done == 1).all()
 
 
 def test_inputs_that_lie_off_16_bytes_are_read_whole():

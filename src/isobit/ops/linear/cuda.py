@@ -183,32 +183,21 @@ def few_plain_rows(x: torch.Tensor, handle: HalfLayer, y: torch.Tensor) -> None:
 
 def many_rows(x: torch.Tensor, handle: TrellisLayer | HalfLayer, y: torch.Tensor, own_product: bool) -> None:
     """y of any number of rows, some thousands at a time: weights expanded once, products at the tensor cores' rate."""
-    weights = expanded(handle)
-    first = 0
-    while first < len(x):
-        count = cuda_products.pass_rows(len(x) - first)
-        part = slice(first, first + count)
-        many_rows_pass(x[part], weights, handle, y[part], own_product)
-        first += count
-
-
-def many_rows_pass(
-    x: torch.Tensor, weights: torch.Tensor, handle: TrellisLayer | HalfLayer, y: torch.Tensor, own_product: bool
-) -> None:
-    """y of so many rows that their arrays are worth keeping."""
-    stored_rows, bounds = cuda_products.stored_rows(len(x)), handle.shard_bounds
+    weights, bounds = expanded(handle), handle.shard_bounds
     parts = handle.parts if isinstance(handle, HalfLayer) else 1
-    halves = memory.empty((parts, stored_rows, handle.stored_inputs), torch.float16)
-    sums = memory.empty((handle.shards, parts, stored_rows, handle.stored_outputs))
-    round_inputs(x, handle, halves)
-    for part in range(parts):
-        if parts == 1:
-            cuda_products.products(halves[0], weights, bounds, sums.view(-1, *sums.shape[2:]), own_product)
-        else:
-            shard_sums = memory.empty((handle.shards, stored_rows, handle.stored_outputs))
-            cuda_products.products(halves[part], weights, bounds, shard_sums, own_product)
-            sums[:, part] = shard_sums
-    finish_outputs(sums, handle, y)
+    halves = sums = memory.empty((0,))
+    for part in cuda_products.passes(len(x), handle.stored_outputs, handle.shards):
+        rows = slice(part.first_row, part.first_row + part.rows)
+        if part.first_output == 0:
+            halves = memory.empty((parts, part.stored_rows, handle.stored_inputs), torch.float16)
+            round_inputs(x[rows], handle, halves)
+        shape = handle.shards, parts, part.stored_rows, part.outputs
+        if sums.shape != shape:
+            sums = memory.empty(shape)
+        own_weights = weights[part.first_output : part.first_output + part.outputs]
+        for index in range(parts):
+            cuda_products.products(halves[index], own_weights, bounds, sums[:, index], own_product)
+        finish_outputs(sums, handle, y[rows], part.first_output)
 
 
 def round_inputs(x: torch.Tensor, handle: TrellisLayer | HalfLayer, halves: torch.Tensor) -> None:
@@ -225,18 +214,22 @@ def round_inputs(x: torch.Tensor, handle: TrellisLayer | HalfLayer, halves: torc
         rounded(grid, ROW_THREADS, x, halves, stored_rows, width, columns, parts, is_whole(x))
 
 
-def finish_outputs(sums: torch.Tensor, handle: TrellisLayer | HalfLayer, y: torch.Tensor) -> None:
-    """y [R, out_features] from sums [shards, parts, stored rows, stored outputs]."""
+def finish_outputs(
+    sums: torch.Tensor, handle: TrellisLayer | HalfLayer, y: torch.Tensor, first_output: int = 0
+) -> None:
+    """Outputs first_output on of y [R, out_features] from their sums [shards, parts, stored rows, N]."""
     rows, outputs = y.shape
     shards, parts, stored_rows, columns = sums.shape
     shape = shards * parts, stored_rows, columns
     if isinstance(handle, TrellisLayer):
         rotate = kernels.load("ops/linear/outputs.cu", "rotate_outputs")
         grid = columns // BLOCK, -(-rows // ROW_WARPS)
-        rotate(grid, ROW_THREADS, sums, *shape, rows, handle.svh, handle.bias, y, outputs)
+        first_block = first_output // BLOCK
+        rotate(grid, ROW_THREADS, sums, *shape, first_block, rows, handle.svh, handle.bias, y, outputs)
     else:
         total = kernels.load("ops/linear/outputs.cu", "sum_outputs")
-        total((-(-outputs // ROW_THREADS), rows), ROW_THREADS, sums, *shape, handle.bias, y, outputs)
+        grid = -(-columns // ROW_THREADS), rows
+        total(grid, ROW_THREADS, sums, *shape, first_output, handle.bias, y, outputs)
 
 
 def expanded(handle: TrellisLayer | HalfLayer) -> torch.Tensor:
@@ -263,7 +256,7 @@ def float_rows(x: torch.Tensor, handle: FloatLayer, y: torch.Tensor) -> None:
     total = kernels.load("ops/linear/outputs.cu", "sum_outputs")
     grid = -(-handle.out_features // ROW_THREADS), rows
     shape = handle.shards, rows, handle.stored_outputs
-    total(grid, ROW_THREADS, sums, *shape, handle.bias, y, handle.out_features)
+    total(grid, ROW_THREADS, sums, *shape, 0, handle.bias, y, handle.out_features)
 
 
 def is_whole(x: torch.Tensor) -> bool:

@@ -1,5 +1,7 @@
 """Products of many rows with half weights: isobit's own kernel, or cuBLAS where it is known to give the same bits."""
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -9,16 +11,34 @@ from isobit.cuda import kernels, memory
 OWN_TILE = 128  # rows and outputs of a block
 OWN_THREADS = 256
 OWN_SHARED = 4 * 2 * OWN_TILE * 64  # bytes: stages of a tile of inputs and one of weights
-PASS_ROWS = (2048, 1024, 512, 256, 128)  # row counts that cuBLAS is called with; it chooses by them how to sum
+PASS_ROWS = (128, 256, 512, 1024, 1536, 2048, 3072, 4096, 6144, 8192)  # that cuBLAS is called with: it sums by them
+WIDE_OUTPUTS, WIDE_ROWS = 4096, 2048  # of a pass whose sums are read from the cache again
 CHECKED_ARCHITECTURES = ((9, 0),)
-MOST_CHECKED_OUTPUTS = 65536
 
 Bounds = list[tuple[int, int]]
 
 
-def pass_rows(rows: int) -> int:
-    """How many of `rows` rows to compute next."""
-    return min(rows, PASS_ROWS[0])
+@dataclass(frozen=True)
+class Pass:
+    """Rows and outputs that are computed at once, and the rows that their arrays have."""
+
+    first_row: int
+    rows: int
+    first_output: int
+    outputs: int
+    stored_rows: int
+
+
+def passes(rows: int, outputs: int, shards: int) -> Iterator[Pass]:
+    """Cut a product so that the sums of a wide layer stay in the cache until its rotation; row after row."""
+    wide = outputs >= WIDE_OUTPUTS and shards == 1
+    most_rows = min(WIDE_ROWS, PASS_ROWS[-1]) if wide else PASS_ROWS[-1]
+    most_outputs = WIDE_OUTPUTS if wide else outputs
+    for first_row in range(0, rows, most_rows):
+        count = min(rows - first_row, most_rows)
+        for first_output in range(0, outputs, most_outputs):
+            width = min(outputs - first_output, most_outputs)
+            yield Pass(first_row, count, first_output, width, stored_rows(count))
 
 
 def stored_rows(rows: int) -> int:
@@ -31,7 +51,8 @@ def stored_rows(rows: int) -> int:
 def products(x: torch.Tensor, weights: torch.Tensor, bounds: Bounds, sums: torch.Tensor, own_kernel: bool) -> None:
     """sums [shards, R, N] = x [R, K] weights [N, K]^T over each shard's inputs; one float32 chain an output.
 
-    x and weights are float16, K a multiple of 16. own_kernel: never cuBLAS; changes no byte.
+    x and weights are float16, K a multiple of 16; every shard's sums are contiguous. own_kernel: never cuBLAS; changes
+    no byte.
     """
     rows, inputs = x.shape
     widths = {last - first for first, last in bounds}
@@ -39,16 +60,18 @@ def products(x: torch.Tensor, weights: torch.Tensor, bounds: Bounds, sums: torch
         for (first, last), out in zip(bounds, sums, strict=True):
             by_cublas(x[:, first:last], weights[:, first:last], out)
     else:
-        by_own_kernel(x, weights, len(bounds), sums)
+        by_own_kernel(x, weights, sums)
 
 
-def by_own_kernel(x: torch.Tensor, weights: torch.Tensor, shards: int, sums: torch.Tensor) -> None:
+def by_own_kernel(x: torch.Tensor, weights: torch.Tensor, sums: torch.Tensor) -> None:
     """The same on isobit's kernel, which cuts K into shards as linear does."""
     rows, inputs = x.shape
     outputs = len(weights)
     tiles = -(-rows // OWN_TILE) * -(-outputs // OWN_TILE)
+    stride = kernels.Long(sums.stride(0))
     kernel = kernels.load("ops/linear/product.cu", "product")
-    kernel((tiles, shards), OWN_THREADS, x, weights, sums, rows, outputs, inputs, shared=OWN_SHARED)
+    grid = tiles, len(sums)
+    kernel(grid, OWN_THREADS, x, weights, sums, stride, rows, outputs, inputs, shared=OWN_SHARED)
 
 
 def by_cublas(x: torch.Tensor, weights: torch.Tensor, out: torch.Tensor) -> None:
@@ -60,7 +83,7 @@ def cublas_sums_in_order(rows: int, outputs: int, inputs: int, row_stride: int) 
     """Whether cuBLAS gives the bits of one ascending chain for this shape on this device; else it splits k."""
     if memory.architecture() not in CHECKED_ARCHITECTURES or rows not in PASS_ROWS:
         return False
-    return outputs <= MOST_CHECKED_OUTPUTS and _same_bits(rows, outputs, inputs, row_stride)
+    return _same_bits(rows, outputs, inputs, row_stride)
 
 
 @cache
@@ -78,5 +101,5 @@ def _same_bits(rows: int, outputs: int, inputs: int, row_stride: int) -> bool:
     except (RuntimeError, TypeError):
         return False
     ours = torch.empty((1, rows, outputs), device=memory.device())
-    by_own_kernel(x.contiguous(), weights.contiguous(), 1, ours)
+    by_own_kernel(x.contiguous(), weights.contiguous(), ours)
     return torch.equal(theirs.view(torch.int32), ours[0].view(torch.int32))

@@ -22,17 +22,35 @@ DEVICE void stage_tiles(unsigned* shared, const unsigned char* tiles, int64 row_
     }
 }
 
+constexpr int ROW_PIECES = BLOCK_TILES * TILE / 8;  // of 16 bytes
+using StagedRow = uint4[ROW_PIECES + 1];            // padded: neighbouring rows then begin in other banks
+
+// The fragments of 8 neighbouring tiles as 16 rows of 128 inputs.
+DEVICE void store_fragments(StagedRow rows[TILE], const unsigned fragments[BLOCK_TILES][4], int lane) {
+#pragma unroll
+    for (int upper = 0; upper < 2; upper++) {
+        unsigned* row = reinterpret_cast<unsigned*>(rows[lane / 4 + 8 * upper]) + lane % 4;
+#pragma unroll
+        for (int tile = 0; tile < BLOCK_TILES; tile++) {
+            row[tile * 8] = fragments[tile][upper];
+            row[tile * 8 + 4] = fragments[tile][2 + upper];
+        }
+    }
+}
+
 // grid (ceil(N / 128), K / 128), 256 threads: each warp 16 outputs by 128 inputs.
 extern "C" __global__ void expand_trellis(
     const unsigned char* trellis, half_bits* weights, int tile_columns, int inputs) {
     constexpr int words = tile_words(TWICE_BITS);
-    __shared__ uint4 staged[EXPAND_WARPS][BLOCK_TILES * words / 4];
+    __shared__ StagedRow staged_rows[EXPAND_WARPS][TILE];
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     const int column = blockIdx.x * EXPAND_WARPS + warp;
     if (column >= tile_columns) return;
     const int64 row_bytes = static_cast<int64>(tile_columns) * tile_bytes(TWICE_BITS);
     const int64 first_tile = static_cast<int64>(blockIdx.y) * BLOCK_TILES;
-    unsigned* own = reinterpret_cast<unsigned*>(staged[warp]);
+    // The words make room for the rows when they are decoded.
+    unsigned* own = reinterpret_cast<unsigned*>(staged_rows[warp]);
+    static_assert(4 * BLOCK_TILES * words <= sizeof(StagedRow) * TILE, "the words must fit");
     stage_tiles<tile_bytes(TWICE_BITS)>(
         own, trellis + first_tile * row_bytes + static_cast<int64>(column) * tile_bytes(TWICE_BITS), row_bytes, lane);
     copy_async_commit();
@@ -43,16 +61,14 @@ extern "C" __global__ void expand_trellis(
 #pragma unroll
     for (int tile = 0; tile < BLOCK_TILES; tile++)
         decode_fragment<CODEBOOK, TWICE_BITS>(own + tile * words, place, fragments[tile]);
-    const int group = lane / 4, pair = lane % 4;
-    const int64 k = first_tile * TILE + 2 * pair;
+    __syncwarp();
+    store_fragments(staged_rows[warp], fragments, lane);
+    __syncwarp();
+    half_bits* first = weights + static_cast<int64>(column) * TILE * inputs + first_tile * TILE;
 #pragma unroll
-    for (int upper = 0; upper < 2; upper++) {
-        half_bits* row = weights + static_cast<int64>(column * TILE + group + 8 * upper) * inputs + k;
-#pragma unroll
-        for (int tile = 0; tile < BLOCK_TILES; tile++) {
-            *reinterpret_cast<unsigned*>(row + tile * TILE) = fragments[tile][upper];
-            *reinterpret_cast<unsigned*>(row + tile * TILE + 8) = fragments[tile][2 + upper];
-        }
+    for (int i = 0; i < TILE * ROW_PIECES; i += WARP) {
+        const int row = (i + lane) / ROW_PIECES, piece = (i + lane) % ROW_PIECES;
+        reinterpret_cast<uint4*>(first + static_cast<int64>(row) * inputs)[piece] = staged_rows[warp][row][piece];
     }
 }
 

@@ -19,20 +19,37 @@ struct ProductStage {
     uint4 weights[TILE_PIECES];
 };
 
-// Copy TILE_INPUTS halves from k on of 128 rows; rows past the last repeat it, inputs from `end` on are left out.
-DEVICE void stage_rows(uint4* target, const half_bits* matrix, int first, int rows, int width, int k, int end) {
+constexpr int THREAD_PIECES = TILE_PIECES / PRODUCT_THREADS;
+constexpr int THREAD_ROWS = PRODUCT_THREADS / ROW_PIECES;  // from one of a thread's pieces to the next
+
+// What a thread copies of 128 rows of a matrix: one piece of every 64th row. Rows past the last repeat it.
+struct TileCopy {
+    const half_bits* from[THREAD_PIECES];
+
+    __device__ __forceinline__ TileCopy(const half_bits* matrix, int first, int rows, int width, int k) {
+        const int row = threadIdx.x / ROW_PIECES, piece = threadIdx.x % ROW_PIECES;
 #pragma unroll
-    for (int i = threadIdx.x; i < TILE_PIECES; i += PRODUCT_THREADS) {
-        const int row = i / ROW_PIECES, piece = i % ROW_PIECES, column = k + piece * PIECE;
-        const int64 from = static_cast<int64>(smaller(first + row, rows - 1)) * width + column;
-        if (column < end) copy_async_16(target + place_of(row, piece), matrix + from);
+        for (int i = 0; i < THREAD_PIECES; i++)
+            from[i] = matrix + static_cast<int64>(smaller(first + row + i * THREAD_ROWS, rows - 1)) * width + k + piece * PIECE;
     }
-}
+
+    // Copy the pieces, of TILE_INPUTS inputs, and go on to the next inputs.
+    __device__ __forceinline__ void advance(uint4* target) {
+#pragma unroll
+        for (int i = 0; i < THREAD_PIECES; i++) {
+            // THREAD_ROWS is a multiple of 8, so that all of a thread's pieces change places alike.
+            copy_async_16(target + i * PRODUCT_THREADS, from[i]);
+            from[i] += TILE_INPUTS;
+        }
+    }
+};
 
 // grid (row tiles * output tiles, shards), 256 threads, PRODUCT_STAGES stages of dynamic shared memory. x: half
-// [rows, inputs], weights: half [outputs, inputs], whole 16s of inputs. values: float [shards, rows, outputs].
+// [rows, inputs], weights: half [outputs, inputs], whole 16s of inputs. values: float [rows, outputs] of every shard,
+// `shard_stride` floats from one to the next.
 extern "C" __global__ void __launch_bounds__(PRODUCT_THREADS, 2)
-product(const half_bits* x, const half_bits* weights, float* values, int rows, int outputs, int inputs) {
+product(const half_bits* x, const half_bits* weights, float* values, int64 shard_stride, int rows, int outputs,
+        int inputs) {
     DYNAMIC_SHARED(ProductStage, stages);
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     const int row_tiles = (rows + TILE_ROWS - 1) / TILE_ROWS, output_tiles = (outputs + TILE_OUTPUTS - 1) / TILE_OUTPUTS;
@@ -43,12 +60,15 @@ product(const half_bits* x, const half_bits* weights, float* values, int rows, i
     const int shard = blockIdx.y, shards = gridDim.y, blocks = (inputs + 127) / 128;
     const int begin = shard * blocks / shards * 128, end = smaller((shard + 1) * blocks / shards * 128, inputs);
 
+    TileCopy input_copy(x, first_row, rows, inputs, begin), weight_copy(weights, first_output, outputs, inputs, begin);
+    const int own_piece = place_of(threadIdx.x / ROW_PIECES, threadIdx.x % ROW_PIECES);
+    // The first input of the piece that this thread copies next.
+    int ahead = begin + threadIdx.x % ROW_PIECES * PIECE;
 #pragma unroll
-    for (int stage = 0; stage < PRODUCT_STAGES - 1; stage++) {
-        const int k = begin + stage * TILE_INPUTS;
-        if (k < end) {
-            stage_rows(stages[stage].inputs, x, first_row, rows, inputs, k, end);
-            stage_rows(stages[stage].weights, weights, first_output, outputs, inputs, k, end);
+    for (int stage = 0; stage < PRODUCT_STAGES - 1; stage++, ahead += TILE_INPUTS) {
+        if (ahead < end) {
+            input_copy.advance(stages[stage].inputs + own_piece);
+            weight_copy.advance(stages[stage].weights + own_piece);
         }
         copy_async_commit();
     }
@@ -61,11 +81,12 @@ product(const half_bits* x, const half_bits* weights, float* values, int rows, i
     for (int k = begin; k < end; k += TILE_INPUTS) {
         copy_async_wait<PRODUCT_STAGES - 2>();
         __syncthreads();
-        const int ahead = k + (PRODUCT_STAGES - 1) * TILE_INPUTS, free = (stage + PRODUCT_STAGES - 1) % PRODUCT_STAGES;
         if (ahead < end) {
-            stage_rows(stages[free].inputs, x, first_row, rows, inputs, ahead, end);
-            stage_rows(stages[free].weights, weights, first_output, outputs, inputs, ahead, end);
+            ProductStage& free = stages[stage == 0 ? PRODUCT_STAGES - 1 : stage - 1];
+            input_copy.advance(free.inputs + own_piece);
+            weight_copy.advance(free.weights + own_piece);
         }
+        ahead += TILE_INPUTS;
         copy_async_commit();
         const ProductStage& own = stages[stage];
 #pragma unroll
@@ -89,7 +110,7 @@ product(const half_bits* x, const half_bits* weights, float* values, int rows, i
         }
         stage = stage + 1 == PRODUCT_STAGES ? 0 : stage + 1;
     }
-    values += static_cast<int64>(shard) * rows * outputs;
+    values += shard * shard_stride;
 #pragma unroll
     for (int i = 0; i < WARP_ROWS / 16; i++) {
 #pragma unroll
