@@ -58,6 +58,8 @@ def embed(ids: np.ndarray | torch.Tensor, handle: EmbeddingHandle) -> torch.Tens
         if ids.size and not (ids.min() >= 0 and ids.max() < vocabulary):
             raise IndexError(f"ids from {ids.min()} to {ids.max()} for a table of {vocabulary} rows")
         ids = memory.to_device(np.asarray(ids, np.int32))
+    elif ids.dtype != torch.int32:
+        raise TypeError(f"embed: ids are {ids.dtype}, expected int32")
     rows, hidden = len(ids), handle.hidden
     out = memory.empty((rows, hidden))
     if not rows:

@@ -164,7 +164,7 @@ def _read_few_rows(
     rows, count, hidden = streams.shape
     normed = group_norm(streams, site.norm_weight, count, site.eps)
     sums = linear_layer.linear(normed.view(rows, count * hidden), site.down)
-    low = None if rows <= MOST_OWN_ROWS else _finish_down(sums.view(1, *sums.shape), site, injection)
+    low = None if rows <= MOST_OWN_ROWS else finish_down(sums.view(1, *sums.shape), site, injection)
     mix = kernels.load(MIX, "mix_few", **site.defines)
     written = injection if low is None else None
     arrays = _fragments(site.up), sums, low, normed, mixed, written
@@ -179,24 +179,36 @@ def _read_many_rows(
     injection: torch.Tensor | None,
 ) -> None:
     """Any number of rows: streams are normed on their way into down, and again where they are mixed."""
-    rows, _, hidden = streams.shape
-    down = site.down
     if inverse is None:
         inverse = inverse_norms(streams, site.eps)
+    low = finish_down(down_sums(streams, inverse, site), site, injection)
+    mix_rows(low, streams, inverse, site, mixed)
+
+
+def down_sums(streams: torch.Tensor, inverse: torch.Tensor, site: GatedResidual) -> torch.Tensor:
+    """The chains of down and inject over normed streams, float32 [2 * shards, R, stored outputs], of many rows."""
+    rows, down = len(streams), site.down
     columns = down.stored_outputs
     sums = memory.empty((2 * down.shards, rows, columns))
     kernel = kernels.load(DOWN, "down_many", **site.defines)
     grid = -(-rows // DOWN_ROWS), down.shards, -(-columns // (TILE * DOWN_TILES))
-    weights = _fragments(down), streams, inverse, site.norm_weight
-    kernel(grid, THREADS, *weights, sums, rows, columns, shared=DOWN_SHARED)
-    low = _finish_down(sums, site, injection)
+    arrays = _fragments(down), streams, inverse, site.norm_weight, sums
+    kernel(grid, THREADS, *arrays, rows, columns, shared=DOWN_SHARED)
+    return sums
+
+
+def mix_rows(
+    low: torch.Tensor, streams: torch.Tensor, inverse: torch.Tensor, site: GatedResidual, mixed: torch.Tensor
+) -> None:
+    """mixed [R, H], for many rows: the layer up, and the mean of the normed streams that it weighs."""
+    rows, _, hidden = streams.shape
     units = -(-hidden // (TILE * MIX_COLUMNS)) * -(-rows // (ROW_TILE * MIX_ROW_TILES))
-    mix = kernels.load(MIX, "mix_many", **site.defines)
+    kernel = kernels.load(MIX, "mix_many", **site.defines)
     arrays = _fragments(site.up), low, streams, inverse, site.norm_weight, mixed
-    mix(min(units, memory.multiprocessors()), THREADS, *arrays, rows, shared=site.mix_shared)
+    kernel(min(units, memory.multiprocessors()), THREADS, *arrays, rows, shared=site.mix_shared)
 
 
-def _finish_down(sums: torch.Tensor, site: GatedResidual, injection: torch.Tensor | None) -> torch.Tensor:
+def finish_down(sums: torch.Tensor, site: GatedResidual, injection: torch.Tensor | None) -> torch.Tensor:
     """silu of down's outputs as the B operand of `up`, and the injection, from sums float32 [terms, R, columns]."""
     terms, rows, columns = sums.shape
     steps, tiles = site.defines["STEPS"], -(-rows // ROW_TILE)
