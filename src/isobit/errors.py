@@ -23,3 +23,8 @@ class RequestError(IsobitError):
 
 class QueueFullError(IsobitError):
     """As many requests wait as the server lets wait; try again later."""
+
+
+def counted(count: int, noun: str, plural: str | None = None) -> str:
+    """A number of things in words: 1 file, 2 files."""
+    return f"{count:,} {noun if count == 1 else plural or noun + 's'}"

@@ -95,25 +95,72 @@ def test_a_difference_is_one_line_for_people(saved, verify):
     assert code == 1
     line, verdict = said.splitlines()
     assert line.endswith(f"reply token 0 differs: 1 in the record, {saved['tokens'][0]} computed")
-    assert verdict == "1 of 1 differ."
+    assert verdict == "1 of 1 differs."
 
 
-@pytest.mark.parametrize(
-    ("fields", "named"),
-    [
-        ({"receipt__checkpoint": "f" * 64}, ("checkpoint", "f" * 64)),
-        ({"receipt__arithmetic": "0"}, ("arithmetic version is 0", "is 1")),
-        ({"receipt__device": "sm_90"}, ("device kind is sm_90", "is cpu")),
-        ({"request__seed": 9}, ("different sampling",)),
-        ({"request__prompt": [1, 2]}, ("its prompt has hash", "chat template")),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
-)
+FOREIGN = {
+    "checkpoint": ({"receipt__checkpoint": "f" * 64}, ("checkpoint", "f" * 64)),
+    "arithmetic": ({"receipt__arithmetic": "0"}, ("arithmetic version is 0", "is 1")),
+    "device": ({"receipt__device": "sm_90"}, ("device kind is sm_90", "is cpu")),
+}
+
+
+@pytest.mark.parametrize(("fields", "named"), FOREIGN.values(), ids=FOREIGN)
 def test_what_cannot_be_compared_is_refused(saved, verify, fields, named):
-    code, said, error = verify([saved, changed(saved, **fields)])
+    foreign = changed(saved, **fields)
+    code, said, error = verify([foreign, foreign])
     assert (code, said, error.count("\n")) == (2, "", 1)
-    assert "line 2" in error
+    assert "line 1" in error
+    assert "(and 1 more that cannot be compared)" in error
     assert all(name in error for name in named)
+
+
+@pytest.mark.parametrize(("fields", "named"), FOREIGN.values(), ids=FOREIGN)
+def test_what_cannot_be_compared_stops_no_other_line(saved, verify, fields, named):
+    code, said, error = verify([saved, changed(saved, **fields), changed(saved, finish_reason="stop"), exchange(saved)])
+    lines = said.splitlines()
+    assert (code, error, len(lines)) == (1, "", 5)
+    assert [": equal (" in line for line in lines[:4]] == [True, False, False, True]
+    assert "line 2" in lines[1]
+    assert all(name in lines[1] for name in named)
+    assert lines[4] == "1 of 4 differs, 1 cannot be compared."
+
+
+EDITED = {
+    "seed": ({"request__seed": 9}, "different sampling"),
+    "top_p": ({"request__top_p": 0.5}, "different sampling"),
+    "prompt": ({"request__prompt": [1, 2]}, "its prompt has hash"),
+    "more tokens": ({"request__max_tokens": 10}, "asks for at most 10 tokens, but its receipt is of at most 9"),
+    "fewer tokens": ({"request__max_tokens": 8}, "asks for at most 8 tokens, but its receipt is of at most 9"),
+    "the limit": ({"receipt__max_tokens": 12}, "asks for at most 9 tokens, but its receipt is of at most 12"),
+    "the context": ({"receipt__context": 60}, "asks for at most 9 tokens, but its receipt is of at most 9"),
+}
+
+
+@pytest.mark.parametrize(("fields", "said"), EDITED.values(), ids=EDITED)
+def test_a_request_that_is_not_its_receipts_is_noticed(saved, verify, fields, said):
+    code, out, error = verify([changed(saved, **fields), saved])
+    first, second, summary = out.splitlines()
+    assert (code, error, summary) == (1, "", "1 of 2 differs.")
+    assert "line 1" in first
+    assert said in first
+    assert ": equal (" in second
+    code, out, _ = verify(changed(saved, **fields), "--json")
+    report = json.loads(out)
+    assert (code, report["equal"], report["replies"][0]["equal"]) == (1, False, False)
+    assert said in report["replies"][0]["problem"]
+
+
+def test_a_limit_that_the_context_cuts_is_no_edit(test_checkpoint, verify, capsys):
+    arguments = ["generate", str(test_checkpoint), "abc", "--raw", "--context", "12", "--seed", "1", "--ignore-eos"]
+    assert run([*arguments, "--json"]) == 0
+    reply = json.loads(capsys.readouterr().out)
+    assert (reply["receipt"]["max_tokens"], reply["receipt"]["context"]) == (9, 12)
+    whole = changed(reply, request__max_tokens=256)
+    older = changed(whole, receipt__context=None)
+    code, said, _ = verify([reply, whole, older])
+    assert (code, said.count(": equal (")) == (0, 3)
+    assert verify(changed(older, request__max_tokens=8))[0] == 1
 
 
 def test_the_folder_must_be_known(saved, verify):
@@ -125,7 +172,7 @@ def test_the_folder_must_be_known(saved, verify):
 BROKEN = {
     "empty": ("", "is empty"),
     "no JSON": ("{", "is not valid JSON"),
-    "a bad line": ('{"a": 1}\n{', "line 2 is not valid JSON"),
+    "bad lines": ('{\n{"a": 1}', "line 1 is not valid JSON"),
     "a number": ("5", "holds no request and reply"),
     "a response alone": ('{"choices": [], "isobit": {}}', "holds no request and reply"),
     "a request alone": ('{"request": {"prompt": "a"}}', "no receipt: field 'token_hash' is missing"),
@@ -140,6 +187,16 @@ def test_a_file_of_anything_else_is_one_line(verify, content, said):
     code, out, error = verify(content)
     assert (code, out, error.count("\n")) == (2, "", 1)
     assert said in error
+
+
+def test_a_line_of_anything_else_stops_no_other(saved, verify):
+    code, said, error = verify("\n".join(["{", json.dumps(saved), "5"]))
+    first, second, third, summary = said.splitlines()
+    assert (code, error) == (1, "")
+    assert "line 1 is not valid JSON" in first
+    assert ": equal (" in second
+    assert "line 3 holds no request and reply" in third
+    assert summary == "0 of 3 differ, 2 cannot be compared."
 
 
 def test_a_bad_request_or_receipt_is_named(saved, verify):

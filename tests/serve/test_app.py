@@ -95,6 +95,7 @@ def test_a_completion_names_what_to_compare_it_by(client):
             "sampling": {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 5},
             "max_tokens": 16,
             "reply_tokens": 5,
+            "context": 4096,
         },
         "tokens": list(b"hello"),
     }

@@ -156,7 +156,7 @@ def _described(engine: "Engine", request: "Request", text: str, finished: "Finis
         "accepted": finished.accepted,
         "timings": asdict(finished.timings),
         "notice": finished.notice,
-        "receipt": receipt_of(engine.origin, request, len(finished.tokens)).as_dict(),
+        "receipt": receipt_of(engine.origin, request, len(finished.tokens), engine.context).as_dict(),
         "folder": str(engine.folder),
     }
 

@@ -12,11 +12,10 @@ from isobit.cli.common import DeviceOption, Json, MemoryOption, ThreadsOption, f
 from isobit.errors import IsobitError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Iterator
 
-    from isobit.engine.engine import Engine
     from isobit.engine.origin import Origin
-    from isobit.serve.verify import Difference, Recorded, Task
+    from isobit.serve.verify import Recorded, Task, UnusableError, Verdict
 
 RECORDS = "Outputs of generate --json, or {request, response} objects of a server; one, or one a line."
 FileArgument = Annotated[Path, typer.Argument(metavar="FILE", help=RECORDS, show_default=False)]
@@ -36,9 +35,10 @@ def verify(
     threads: ThreadsOption = None,
     as_json: Json = False,
 ) -> None:
-    """Compute saved replies again and compare them: exit code 0 when all are equal, 1 when one differs.
+    """Compute saved replies again and compare them: exit code 0 when all are equal, 1 when one is not.
 
-    Refuses, with exit code 2, what another checkpoint, arithmetic version or device kind has computed.
+    What another checkpoint, arithmetic version or device kind has computed cannot be compared; exit code 2 when that is
+    so of all.
     """
     from isobit.checkpoint.store import TensorStore
     from isobit.checkpoint.tokenizer import Tokenizer
@@ -48,68 +48,75 @@ def verify(
     from isobit.serve import verify as work
 
     records = work.read_records(file)
+    if all(isinstance(record, work.UnusableError) for record in records):
+        raise _none_comparable([str(record) for record in records])
     chosen = folder or _recorded_folder(file, records)
     computing = chosen_device(device)
     origin = origin_of(TensorStore(chosen), device_kind(computing))
-    work.check_origin(records, origin)
     tokenizer = Tokenizer(chosen)
-    tasks = [work.task_of(record, tokenizer, prefill) for record in records]  # type: ignore[arg-type]
-    engine = partial(open_engine, device=computing, memory_gib=memory_gib, threads=threads)
-    differing = _compare(tasks, chosen, engine, as_json)
-    if as_json:
-        print(json.dumps(_report(tasks, differing, origin, prefill)))
-    else:
-        _print_verdict(differing)
-    if any(differing):
+    prepared = [work.prepare(record, origin, tokenizer, prefill) for record in records]  # type: ignore[arg-type]
+    if not any(isinstance(item, work.Task) or item.comparable for item in prepared):
+        raise _none_comparable([item.problem or "" for item in prepared if isinstance(item, work.Verdict)])
+    verdicts = []
+    for verdict in _verdicts(prepared, chosen, device=computing, memory_gib=memory_gib, threads=threads):
+        verdicts.append(verdict)
+        if not as_json:
+            print(verdict, flush=True)
+    print(json.dumps(_report(verdicts, origin, prefill)) if as_json else _summary(verdicts))
+    if not all(verdict.equal for verdict in verdicts):
         raise typer.Exit(1)
 
 
-def _compare(
-    tasks: "list[Task]", folder: Path, open_for: "Callable[..., Engine]", quiet: bool
-) -> "list[Difference | None]":
-    """The difference of each reply, told as soon as it is known unless `quiet`."""
+def _verdicts(prepared: "list[Task | Verdict]", folder: Path, **chosen: Any) -> "Iterator[Verdict]":
+    """The verdicts in order, each as soon as it is known. chosen: fields of EngineSettings."""
     from isobit.checkpoint.config import load_config
-    from isobit.serve.verify import difference, recompute
+    from isobit.serve.verify import Task, judge
 
-    context = min(max(task.rows for task in tasks), load_config(folder).max_position_embeddings)
-    engine = open_for(folder, context=context, drafts=False)
-    differing = []
+    rows = [item.rows for item in prepared if isinstance(item, Task)]
+    if not rows:
+        yield from (item for item in prepared if not isinstance(item, Task))
+        return
+    context = min(max(rows), load_config(folder).max_position_embeddings)
+    engine = open_engine(folder, context=context, drafts=False, **chosen)
     try:
-        for task in tasks:
-            record = task.recorded
-            differing.append(difference(record, recompute(task, partial(follow, engine))))
-            if not quiet:
-                equal = f"equal ({record.receipt.reply_tokens:,} tokens, token hash {record.token_hash})"
-                print(f"{record.where}: {differing[-1] or equal}", flush=True)
+        for item in prepared:
+            yield judge(item, partial(follow, engine)) if isinstance(item, Task) else item
     finally:
         engine.close()
-    return differing
 
 
-def _recorded_folder(file: Path, records: "list[Recorded]") -> Path:
-    folders = {record.folder for record in records if record.folder is not None}
+def _recorded_folder(file: Path, records: "list[Recorded | UnusableError]") -> Path:
+    folders = {folder for record in records if (folder := getattr(record, "folder", None)) is not None}
     if len(folders) == 1:
         return Path(folders.pop())
     raise IsobitError(f"{file} does not say which checkpoint it is of: name its folder, isobit verify FILE DIR")
 
 
-def _print_verdict(differing: "list[Difference | None]") -> None:
-    count = sum(difference is not None for difference in differing)
-    print(f"{count} of {len(differing)} differ." if count else f"All {len(differing)} equal.")
+def _none_comparable(problems: list[str]) -> IsobitError:
+    more = f" (and {len(problems) - 1:,} more that cannot be compared)" if len(problems) > 1 else ""
+    return IsobitError(f"{problems[0]}{more}")
 
 
-def _report(
-    tasks: "list[Task]", differing: "list[Difference | None]", origin: "Origin", prefill: str
-) -> dict[str, Any]:
+def _summary(verdicts: "list[Verdict]") -> str:
+    differing = sum(not verdict.equal and verdict.comparable for verdict in verdicts)
+    incomparable = sum(not verdict.comparable for verdict in verdicts)
+    if not differing and not incomparable:
+        return f"All {len(verdicts):,} equal."
+    differ = f"{differing:,} of {len(verdicts):,} {'differs' if differing == 1 else 'differ'}"
+    return f"{differ}, {incomparable:,} cannot be compared." if incomparable else f"{differ}."
+
+
+def _report(verdicts: "list[Verdict]", origin: "Origin", prefill: str) -> dict[str, Any]:
     from dataclasses import asdict
 
     replies = [
         {
-            "where": task.recorded.where,
-            "equal": difference is None,
-            "token_hash": task.recorded.token_hash,
-            "difference": None if difference is None else asdict(difference),
+            "where": verdict.where,
+            "equal": verdict.equal,
+            "token_hash": verdict.token_hash,
+            "difference": None if verdict.difference is None else asdict(verdict.difference),
+            "problem": verdict.problem,
         }
-        for task, difference in zip(tasks, differing, strict=True)
+        for verdict in verdicts
     ]
-    return {**asdict(origin), "prefill": prefill, "equal": not any(differing), "replies": replies}
+    return {**asdict(origin), "prefill": prefill, "equal": all(v.equal for v in verdicts), "replies": replies}

@@ -132,6 +132,7 @@ class Service:
                 model=self.options.name,
                 request=asked,
                 origin=self.origin,
+                context=self.engine.context,
                 with_token_ids=parsed.return_token_ids,
                 tokenizer=tokenizer,
             ),

@@ -13,7 +13,8 @@ class Receipt:
     """What a reply came from.
 
     checkpoint, arithmetic, device: its Origin. prompt_hash: as the token hash, of the prompt. max_tokens: the reply
-    limit that counted; reply_tokens: how many there are.
+    limit that counted; reply_tokens: how many there are. context: the rows that prompt and reply could have together;
+    None in receipts of versions that did not say.
     """
 
     checkpoint: str
@@ -23,6 +24,7 @@ class Receipt:
     sampling: Sampling
     max_tokens: int
     reply_tokens: int
+    context: int | None = None
 
     @property
     def origin(self) -> Origin:
@@ -33,8 +35,8 @@ class Receipt:
         return asdict(self)
 
 
-def receipt_of(origin: Origin, request: Request, reply_tokens: int) -> Receipt:
-    """The receipt of a reply of so many tokens; the request names its reply limit."""
+def receipt_of(origin: Origin, request: Request, reply_tokens: int, context: int) -> Receipt:
+    """The receipt of a reply of so many tokens; the request names its reply limit, `context` the engine's rows."""
     assert request.max_tokens is not None
     prompt_hash = token_hash(request.tokens)
     return Receipt(
@@ -43,4 +45,5 @@ def receipt_of(origin: Origin, request: Request, reply_tokens: int) -> Receipt:
         sampling=request.sampling,
         max_tokens=request.max_tokens,
         reply_tokens=reply_tokens,
+        context=context,
     )

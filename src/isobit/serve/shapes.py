@@ -19,11 +19,15 @@ class TokenBytes(Protocol):
 
 @dataclass
 class Shape:
-    """One reply's objects. request: with the reply limit that counts; tokenizer: names the tokens of logprobs."""
+    """One reply's objects.
+
+    request: with the reply limit that counts; context: the engine's rows; tokenizer: names the tokens of logprobs.
+    """
 
     model: str
     request: Request
     origin: Origin
+    context: int
     with_token_ids: bool
     tokenizer: TokenBytes
     created: int = field(default_factory=lambda: int(time.time()))
@@ -91,7 +95,7 @@ class Shape:
             "accepted": finished.accepted,
             "timings": asdict(finished.timings),
             "notice": finished.notice,
-            "receipt": receipt_of(self.origin, self.request, len(end.tokens)).as_dict(),
+            "receipt": receipt_of(self.origin, self.request, len(end.tokens), self.context).as_dict(),
         }
         return {**described, "tokens": list(end.tokens)} if self.with_token_ids else described
 

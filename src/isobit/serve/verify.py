@@ -1,7 +1,7 @@
 """Computing recorded replies again, to compare them."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,7 @@ from pydantic_core import from_json
 from isobit.engine.lane import token_hash
 from isobit.engine.origin import Origin
 from isobit.engine.request import Event, Finished, PrefillMode, Request, TokenEvent
-from isobit.errors import IsobitError
+from isobit.errors import IsobitError, counted
 from isobit.serve.errors import ApiError, from_validation
 from isobit.serve.receipts import Receipt
 from isobit.serve.schema import Common, parse_chat, parse_completion
@@ -46,6 +46,18 @@ class Recorded:
     folder: str | None = None
 
 
+class UnusableError(IsobitError):
+    """A record cannot be compared here. where: its place; why: what is wrong with it."""
+
+    def __init__(self, where: str, why: str):
+        super().__init__(f"{where}{why}")
+        self.where = where
+
+
+class ForgedError(IsobitError):
+    """A record's request is not the one that its receipt is of."""
+
+
 @dataclass(frozen=True)
 class Reply:
     """A reply computed anew."""
@@ -71,6 +83,31 @@ class Difference:
 
 
 @dataclass(frozen=True)
+class Verdict:
+    """What became of one record: equal, different, or a problem in words.
+
+    where, token_hash, reply_tokens: as recorded. comparable: False when the problem leaves nothing to be compared.
+    """
+
+    where: str
+    token_hash: str | None
+    reply_tokens: int
+    difference: Difference | None = None
+    problem: str | None = None
+    comparable: bool = True
+
+    @property
+    def equal(self) -> bool:
+        return self.difference is None and self.problem is None
+
+    def __str__(self) -> str:
+        if self.problem is not None:
+            return self.problem
+        tokens = counted(self.reply_tokens, "token")
+        return f"{self.where}: {self.difference or f'equal ({tokens}, token hash {self.token_hash})'}"
+
+
+@dataclass(frozen=True)
 class Task:
     """A request that is ready to be computed again."""
 
@@ -84,45 +121,73 @@ class Task:
         return len(self.request.tokens) + (self.request.max_tokens or 0)
 
 
-def read_records(path: Path) -> list[Recorded]:
-    """The replies of a file: a JSON object, a list of them, or one a line. IsobitError when it holds anything else."""
+def read_records(path: Path) -> list[Recorded | UnusableError]:
+    """The replies of a file: a JSON object, a list of them, or one a line; for anything else, what is wrong with it.
+
+    Raises IsobitError when the file is no text or holds nothing.
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise IsobitError(f"{path} is not UTF-8 text (byte {error.start}): {EXPECTED}") from None
-    records = [_record(value, where) for where, value in list(_values(text, path))]
+    records = [
+        value if isinstance(value, UnusableError) else _record(value, where) for where, value in _values(text, path)
+    ]
     if not records:
         raise IsobitError(f"{path} is empty: {EXPECTED}")
     return records
 
 
-def check_origin(records: Iterable[Recorded], here: Origin) -> None:
-    """IsobitError that names both when a record comes from another checkpoint, arithmetic or device kind."""
-    for record in records:
-        for field, name in ORIGIN_NAMES.items():
-            theirs, ours = getattr(record.receipt, field), getattr(here, field)
-            if theirs != ours:
-                raise IsobitError(
-                    f"{record.where}: its {name} is {theirs}, but here it is {ours}: replies can only be compared with "
-                    f"the same {name}"
-                )
+def prepare(
+    record: Recorded | UnusableError, here: Origin, tokenizer: "Tokenizer", prefill: PrefillMode
+) -> Task | Verdict:
+    """What is to be computed for a record, or the verdict where that is known already. here: this machine's."""
+    if isinstance(record, UnusableError):
+        return Verdict(record.where, None, 0, problem=str(record), comparable=False)
+    try:
+        check_origin(record, here)
+        return task_of(record, tokenizer, prefill)
+    except (UnusableError, ForgedError) as error:
+        return _problem(record, error)
+
+
+def judge(task: Task, follow: Callable[[Request], Iterator[Event]]) -> Verdict:
+    """Compute a reply again and compare it. follow: gives a request's events."""
+    record = task.recorded
+    try:
+        found = difference(record, recompute(task, follow))
+    except UnusableError as error:
+        return _problem(record, error)
+    return Verdict(record.where, record.token_hash, record.receipt.reply_tokens, found)
+
+
+def _problem(record: Recorded, error: IsobitError) -> Verdict:
+    comparable = not isinstance(error, UnusableError)
+    return Verdict(record.where, record.token_hash, record.receipt.reply_tokens, None, str(error), comparable)
+
+
+def check_origin(record: Recorded, here: Origin) -> None:
+    """UnusableError that names both when a record comes from another checkpoint, arithmetic or device kind."""
+    for field, name in ORIGIN_NAMES.items():
+        theirs, ours = getattr(record.receipt, field), getattr(here, field)
+        if theirs != ours:
+            raise UnusableError(
+                record.where,
+                f": its {name} is {theirs}, but here it is {ours}: replies can only be compared with the same {name}",
+            )
 
 
 def task_of(record: Recorded, tokenizer: "Tokenizer", prefill: PrefillMode) -> Task:
-    """The recorded request for the engine, without drafts or kept states. IsobitError when it is not the reply's."""
+    """The recorded request for the engine, without drafts or kept states.
+
+    Raises UnusableError when it is no request, ForgedError when it is not the one that the receipt is of.
+    """
     parsed = _parsed(record)
     try:
         prompt = parsed.prompt_of(tokenizer)
     except (ApiError, IsobitError) as error:
-        raise IsobitError(f"{record.where}: its request cannot be used: {error}") from None
-    found = token_hash(prompt.tokens)
-    if found != record.receipt.prompt_hash:
-        raise IsobitError(
-            f"{record.where}: its prompt has hash {record.receipt.prompt_hash}, but its request gives {found} here: "
-            "the request, the tokenizer or the chat template is another"
-        )
-    if parsed.sampling() != record.receipt.sampling:
-        raise IsobitError(f"{record.where}: its request and its receipt name different sampling: it is not its reply's")
+        raise UnusableError(record.where, f": its request cannot be used: {error}") from None
+    _check_receipt(record, parsed, len(prompt.tokens), token_hash(prompt.tokens))
     # A reply of more tokens than the record has already shows the difference.
     limit = min(record.receipt.max_tokens, record.receipt.reply_tokens + 1)
     request = dataclasses.replace(
@@ -138,20 +203,42 @@ def task_of(record: Recorded, tokenizer: "Tokenizer", prefill: PrefillMode) -> T
     return Task(record, request, ReplyText(tokenizer.detokenizer(), request.stop_tokens, parsed.stop))
 
 
+def _check_receipt(record: Recorded, parsed: Common, prompt_tokens: int, prompt_hash: str) -> None:
+    """ForgedError when the request differs from its receipt in anything that a receipt holds."""
+    receipt = record.receipt
+    if prompt_hash != receipt.prompt_hash:
+        raise ForgedError(
+            f"{record.where}: its prompt has hash {receipt.prompt_hash}, but its request gives {prompt_hash} here: "
+            "the request, the tokenizer or the chat template is another"
+        )
+    if parsed.sampling() != receipt.sampling:
+        raise ForgedError(f"{record.where}: its request and its receipt name different sampling: it is not its reply's")
+    asked, limit = parsed.reply_limit, receipt.max_tokens
+    # A receipt without a context may come of one that was shorter than what the request asked for.
+    room = limit if receipt.context is None else max(1, receipt.context - prompt_tokens)
+    if asked is not None and min(asked, room) != limit:
+        raise ForgedError(
+            f"{record.where}: its request asks for at most {asked} tokens, but its receipt is of at most {limit}: it is "
+            "not its reply's"
+        )
+
+
 def recompute(task: Task, follow: Callable[[Request], Iterator[Event]]) -> Reply:
-    """Compute a reply as the server would. IsobitError when it cannot be computed. follow: gives a request's events."""
+    """Compute a reply as the server would. UnusableError when it cannot be. follow: gives a request's events."""
     tokens: list[int] = []
     pieces: list[str] = []
     logits_hash, reason = "", "stop"
-    events = follow(task.request)
-    for event in events:
-        if isinstance(event, TokenEvent) and not task.text.stopped:
-            tokens.append(event.token)
-            pieces.append(task.text.push(event.token))
-        elif isinstance(event, Finished):
-            if event.error is not None:
-                raise IsobitError(f"{task.recorded.where}: the reply could not be computed: {event.error}")
-            logits_hash, reason = event.logits_hash, event.reason
+    try:
+        for event in follow(task.request):
+            if isinstance(event, TokenEvent) and not task.text.stopped:
+                tokens.append(event.token)
+                pieces.append(task.text.push(event.token))
+            elif isinstance(event, Finished):
+                if event.error is not None:
+                    raise IsobitError(event.error)
+                logits_hash, reason = event.logits_hash, event.reason
+    except IsobitError as error:
+        raise UnusableError(task.recorded.where, f": the reply could not be computed: {error}") from None
     pieces.append(task.text.finish())
     if task.text.stopped:
         reason = "stop"
@@ -194,7 +281,7 @@ def _json(line: str, where: str) -> Any:
     try:
         return from_json(line, allow_inf_nan=False)
     except ValueError as error:
-        raise IsobitError(f"{where} is not valid JSON ({error}): {EXPECTED}") from None
+        return UnusableError(where, f" is not valid JSON ({error}): {EXPECTED}")
 
 
 @dataclass(frozen=True)
@@ -210,15 +297,15 @@ class _Hashes:
 _HASHES = TypeAdapter(_Hashes)
 
 
-def _record(value: Any, where: str) -> Recorded:
+def _record(value: Any, where: str) -> Recorded | UnusableError:
     if not isinstance(value, dict) or not isinstance(value.get("request"), dict):
-        raise IsobitError(f"{where} holds no request and reply: {EXPECTED}")
+        return UnusableError(where, f" holds no request and reply: {EXPECTED}")
     response = value.get("response", value)
     held = response.get("isobit", response) if isinstance(response, dict) else None
     try:
         hashes = _HASHES.validate_python(held)
     except ValidationError as error:
-        raise IsobitError(f"{where}: the reply is no receipt: {from_validation(error)}; {EXPECTED}") from None
+        return UnusableError(where, f": the reply is no receipt: {from_validation(error)}; {EXPECTED}")
     text, reason = _text_and_reason(response)
     folder = value.get("folder")
     return Recorded(
@@ -254,7 +341,7 @@ def _parsed(record: Recorded) -> Common:
     try:
         return parse_chat(body) if "messages" in body else parse_completion(body)
     except ApiError as error:
-        raise IsobitError(f"{record.where}: its request cannot be used: {error}") from None
+        raise UnusableError(record.where, f": its request cannot be used: {error}") from None
 
 
 def _from_first_difference(one: str, other: str) -> tuple[str, str]:
