@@ -33,7 +33,8 @@ MOST_UNITS = 5  # rows' blocks of 128 that a warp may rotate before it multiplie
 MOST_WARPS = {1: 12, 2: 12, 4: 8, 8: 8}  # of a block, by its tiles of 8 rows
 STAGE_BYTES = 48 << 10  # that a warp of a plain layer stages ahead, at most
 MOST_STAGES = 12
-CHAIN_OUTPUTS, CHAIN_ROWS = 128, 8  # of a block of the fused chain
+CHAIN_OUTPUTS, CHAIN_WARPS = 32, 4  # of a block of the fused chain
+CHAIN_THREAD_ROWS = (2, 8)  # of few rows and of many
 
 
 def prepare_linear(weights: Linear) -> LinearHandle:
@@ -57,9 +58,10 @@ def linear(x: torch.Tensor, handle: LinearHandle, how: int = BY_ROW_COUNT) -> to
     y = memory.empty((rows, handle.out_features))
     if not rows:
         return y
+    few = how == FEW_ROWS or (how == BY_ROW_COUNT and rows <= MOST_FEW_ROWS)
     if isinstance(handle, FloatLayer):
-        float_rows(x, handle, y)
-    elif how == FEW_ROWS or (how == BY_ROW_COUNT and rows <= MOST_FEW_ROWS):
+        float_rows(x, handle, y, few)
+    elif few:
         few_rows(x, handle, y)
     else:
         many_rows(x, handle, y, how == OWN_PRODUCT)
@@ -246,17 +248,19 @@ def expanded(handle: TrellisLayer | HalfLayer) -> torch.Tensor:
     return weights
 
 
-def float_rows(x: torch.Tensor, handle: FloatLayer, y: torch.Tensor) -> None:
-    """y of any number of rows with the CPU's bytes."""
+def float_rows(x: torch.Tensor, handle: FloatLayer, y: torch.Tensor, few: bool) -> None:
+    """y with the CPU's bytes; `few` rows or many only say how many of them a thread computes."""
     rows, width = x.shape
-    sums = memory.empty((handle.shards, rows, handle.stored_outputs))
-    chain = kernels.load("ops/linear/float_chain.cu", "float_chain", BFLOAT16=int(handle.weights.dtype == torch.int16))
-    blocks = -(-handle.stored_outputs // CHAIN_OUTPUTS), handle.shards, -(-rows // CHAIN_ROWS)
-    chain(blocks, CHAIN_OUTPUTS, handle.weights, x, sums, width, handle.stored_inputs, handle.stored_outputs, rows)
+    columns, outputs = handle.stored_outputs, handle.out_features
+    sums = memory.empty((handle.shards, rows, columns))
+    thread_rows = CHAIN_THREAD_ROWS[0 if few else 1]
+    defines = {"BFLOAT16": int(handle.weights.dtype == torch.int16), "THREAD_ROWS": thread_rows}
+    chain = kernels.load("ops/linear/float_chain.cu", "float_chain", **defines)
+    blocks = -(-columns // CHAIN_OUTPUTS), handle.shards, -(-rows // (CHAIN_WARPS * thread_rows))
+    chain(blocks, CHAIN_WARPS * WARP, handle.weights, x, sums, width, handle.stored_inputs, columns, rows)
     total = kernels.load("ops/linear/outputs.cu", "sum_outputs")
-    grid = -(-handle.out_features // ROW_THREADS), rows
-    shape = handle.shards, rows, handle.stored_outputs
-    total(grid, ROW_THREADS, sums, *shape, 0, handle.bias, y, handle.out_features)
+    grid = -(-columns // ROW_THREADS), rows
+    total(grid, ROW_THREADS, sums, handle.shards, rows, columns, 0, handle.bias, y, outputs)
 
 
 def is_whole(x: torch.Tensor) -> bool:

@@ -13,14 +13,36 @@ DEVICE int64 first_sum(const Sums& sums, int row, int column) {
     return static_cast<int64>(row) * sums.columns + column;
 }
 
+// Sums that other blocks of the same launch may have written: read past L1, which may be older.
+DEVICE float fresh(const float* at) {
+#ifdef EMULATED
+    return *at;
+#else
+    float value;
+    asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(value) : "l"(at) : "memory");
+    return value;
+#endif
+}
+DEVICE float4 fresh(const float4* at) {
+#ifdef EMULATED
+    return *at;
+#else
+    float4 v;
+    asm volatile("ld.global.cg.v4.f32 {%0,%1,%2,%3}, [%4];"
+                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(at) : "memory");
+    return v;
+#endif
+}
+
 // One output: its only term, or the terms added in float64 in order and rounded once.
 DEVICE float total_of(const Sums& sums, int row, int column) {
     const int64 stride = static_cast<int64>(sums.rows) * sums.columns;
     const float* at = sums.values + first_sum(sums, row, column);
-    if (sums.terms == 1) return *at;
-    double total = *at;
+    const float first = fresh(at);
+    if (sums.terms == 1) return first;
+    double total = first;
 #pragma unroll 1
-    for (int term = 1; term < sums.terms; term++) total = total + static_cast<double>(at[term * stride]);
+    for (int term = 1; term < sums.terms; term++) total = total + static_cast<double>(fresh(at + term * stride));
     return static_cast<float>(total);
 }
 
@@ -28,12 +50,12 @@ DEVICE float total_of(const Sums& sums, int row, int column) {
 DEVICE void totals_of(const Sums& sums, int row, int column, float v[4]) {
     const int64 stride = static_cast<int64>(sums.rows) * sums.columns;
     const float* at = sums.values + first_sum(sums, row, column);
-    float4 four = *reinterpret_cast<const float4*>(at);
+    float4 four = fresh(reinterpret_cast<const float4*>(at));
     if (sums.terms > 1) {
         double x = four.x, y = four.y, z = four.z, w = four.w;
 #pragma unroll 1
         for (int term = 1; term < sums.terms; term++) {
-            const float4 next = *reinterpret_cast<const float4*>(at + term * stride);
+            const float4 next = fresh(reinterpret_cast<const float4*>(at + term * stride));
             x = x + static_cast<double>(next.x);
             y = y + static_cast<double>(next.y);
             z = z + static_cast<double>(next.z);
