@@ -13,10 +13,11 @@ from isobit.ops.experts.cuda_layers import BLOCK, TILE, PlacedLayers, place_laye
 
 __all__ = ["experts", "prepare_experts", "route"]
 
-BY_ROW_COUNT, FEW_ROWS, MANY_ROWS = 0, 1, 2  # how to compute; the first is what the model uses
+BY_ROW_COUNT, FEW_ROWS, MANY_ROWS, MANY_ROWS_BY_WARPS = 0, 1, 2, 3  # how to compute; the first is what the model uses
 MOST_FEW_ROWS = 64
 ROUTE_WARPS = 4  # rows of a thread block, where there are many
 MOST_SCRATCH_BYTES = 1 << 30  # of one pass over the experts
+WARPGROUP_ARCHITECTURES = ((9, 0),)  # whose tensor cores take rows from shared memory, to more speed and the same bits
 ROUTE = "ops/experts/route.cu"
 FEW, FEW_PRODUCTS = "ops/experts/few_rows.cu", "ops/experts/few_products.cu"
 MANY, MANY_PRODUCTS = "ops/experts/many_rows.cu", "ops/experts/many_products.cu"
@@ -117,10 +118,13 @@ def experts(
     y = memory.empty((rows, width))
     few = _few(rows, how)
     most_rows = MOST_FEW_ROWS if few else _most_rows(handle, ids.shape[1])
-    compute = _few_rows if few else _many_rows
     for first in range(0, rows, most_rows):
         part = slice(first, first + most_rows)
-        compute(x[part], ids[part], weights[part], handle, y[part])
+        inputs = x[part], ids[part], weights[part], handle, y[part]
+        if few:
+            _few_rows(*inputs)
+        else:
+            _many_rows(*inputs, by_warps=how == MANY_ROWS_BY_WARPS)
     return y
 
 
@@ -158,13 +162,19 @@ def _few_rows(
 
 
 def _many_rows(
-    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, handle: ExpertsHandle, y: torch.Tensor
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    handle: ExpertsHandle,
+    y: torch.Tensor,
+    by_warps: bool = False,
 ) -> None:
     rows, chosen = ids.shape
     pairs, routed = rows * (chosen + 1), handle.routed
     width, inner_width, table = handle.width, handle.inner_width, handle.layers.table
     row_tile = _row_tile()
-    macros = {**handle.layers.macros, "ROW_TILE": row_tile}
+    warpgroups = memory.architecture() in WARPGROUP_ARCHITECTURES and not by_warps
+    macros = {**handle.layers.macros, "ROW_TILE": row_tile, "WARPGROUPS": int(warpgroups)}
     shared = _many_shared_bytes(macros)
     members, counts = memory.empty((routed + 1, rows), torch.int32), memory.empty((routed + 1,), torch.int32)
     kernels.load(MANY, "sort_pairs")(routed + 1, 256, ids, members, counts, rows, chosen, routed)
@@ -235,7 +245,9 @@ def _few_shared_bytes(macros: dict[str, int]) -> int:
 def _many_shared_bytes(macros: dict[str, int]) -> int:
     """What a block of many_products.cu needs: rows and tiles on their way, then the sums."""
     row_tile, tiles = macros["ROW_TILE"], STAGE_INPUTS // TILE * (BLOCK // TILE)
-    stages = MANY_STAGES * SIDES * (row_tile * STAGE_INPUTS * 2 + tiles * _most_tile_bytes(macros))
+    stages = (
+        (MANY_STAGES + macros["WARPGROUPS"]) * SIDES * (row_tile * STAGE_INPUTS * 2 + tiles * _most_tile_bytes(macros))
+    )
     return max(stages, SIDES * row_tile * (BLOCK + SUMS_PADDING) * 4)
 
 

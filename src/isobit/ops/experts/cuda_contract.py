@@ -15,6 +15,7 @@ from isobit.ops.experts.reference import HostExperts
 from isobit.ops.linear.contract import random_trellis
 
 HOW = {"few_rows": cuda.FEW_ROWS, "many_rows": cuda.MANY_ROWS, "by_row_count": cuda.BY_ROW_COUNT}
+EXPERTS_HOW = {**HOW, "many_rows_by_warps": cuda.MANY_ROWS_BY_WARPS}
 STEP_ROWS = 8  # of one multiply-accumulate
 STEPS_ALLOWANCE = 2
 
@@ -37,7 +38,7 @@ class RouteOp(contract.RouteOp):
 class ExpertsOp(contract.ExpertsOp):
     """Every row is its own stream."""
 
-    implementations = tuple(HOW)
+    implementations = tuple(EXPERTS_HOW)
     row_edges = (STEP_ROWS, cuda.MOST_FEW_ROWS)
 
     def cases(self, rng: np.random.Generator, full: bool) -> Iterator[Case]:
@@ -55,7 +56,7 @@ class ExpertsOp(contract.ExpertsOp):
     def call(self, implementation: str, case: Case, state: Any, plan: Sequence[Span]) -> Outputs:
         rows = stream_of_row(plan)
         x, ids, weights = (on_device(case.inputs[name][rows]) for name in ("x", "ids", "weights"))
-        return to_host({"y": cuda.experts(x, ids, weights, state, HOW[implementation])})
+        return to_host({"y": cuda.experts(x, ids, weights, state, EXPERTS_HOW[implementation])})
 
     def error_limit(self, case: Case, reference_outputs: Outputs) -> Outputs:
         """Twice the CPU's.

@@ -2,13 +2,17 @@
 //
 // A *pair* is a row with one of its experts: pair row * (chosen + 1) + choice, the shared expert being the last choice.
 // Macros of the products: THREE_INST_WIDTHS, MCG_WIDTHS, MUL1_WIDTHS: bit 2 b is set where a layer has b bits of that
-// codebook; PLAIN_LAYERS, LONG_LAYERS: 1 where a layer is plain, or has inputs enough for k-shards.
+// codebook; PLAIN_LAYERS, LONG_LAYERS: 1 where a layer is plain, or has inputs enough for k-shards. NATURAL_ORDER: 1 in
+// sources whose products read rows of halves in ascending order.
 #pragma once
 #include "device.cuh"
 #include "ops/linear/rotate.cuh"
 
 #ifndef LONG_LAYERS
 #define LONG_LAYERS 1
+#endif
+#ifndef NATURAL_ORDER
+#define NATURAL_ORDER 0
 #endif
 
 constexpr int BLOCK = ROTATION;
@@ -107,14 +111,23 @@ DEVICE float plain_chain(const Layer& layer, const float* row, int width, int co
     return chain.result(0);
 }
 
-// Eight lanes, an octet, have a block of 128 values: value 4 m + 2 b + i of lane j is number 32 m + 8 b + i +
-// octet_place(j). These are, of every 32 inputs, what lane j % 4 of a quad takes for a step of the B operand.
+// Eight lanes, an octet, have a block of 128 values: value 2 p + i of lane j is number octet_place(j) +
+// octet_offset(p) + i. In natural order a lane's values come by fours; otherwise they are, of every 32 inputs, what
+// lane j % 4 of a quad takes for two steps of the B operand.
 constexpr int OCTET = 8, OCTET_VALUES = BLOCK / OCTET, OCTETS = WARP / OCTET;
 
-DEVICE int octet_place(int j) { return 16 * (j / 4) + 2 * (j % 4); }
-DEVICE int octet_offset(int pair) { return 32 * (pair / 2) + 8 * (pair % 2); }
+DEVICE int octet_place(int j) { return NATURAL_ORDER ? 4 * j : 16 * (j / 4) + 2 * (j % 4); }
+DEVICE int octet_offset(int pair) { return 32 * (pair / 2) + (NATURAL_ORDER ? 2 : 8) * (pair % 2); }
 
 DEVICE void load_octet(const float* block, int j, float v[OCTET_VALUES]) {
+#if NATURAL_ORDER
+#pragma unroll
+    for (int m = 0; m < OCTET_VALUES / 4; m++) {
+        const float4 four = *reinterpret_cast<const float4*>(block + 4 * j + 32 * m);
+        v[4 * m] = four.x, v[4 * m + 1] = four.y, v[4 * m + 2] = four.z, v[4 * m + 3] = four.w;
+    }
+    return;
+#endif
 #pragma unroll
     for (int pair = 0; pair < OCTET_VALUES / 2; pair++) {
         const float2 two = *reinterpret_cast<const float2*>(block + octet_place(j) + octet_offset(pair));
@@ -124,6 +137,13 @@ DEVICE void load_octet(const float* block, int j, float v[OCTET_VALUES]) {
 }
 
 DEVICE void store_octet(const float v[OCTET_VALUES], int j, float* block) {
+#if NATURAL_ORDER
+#pragma unroll
+    for (int m = 0; m < OCTET_VALUES / 4; m++)
+        *reinterpret_cast<float4*>(block + 4 * j + 32 * m) =
+            make_float4(v[4 * m], v[4 * m + 1], v[4 * m + 2], v[4 * m + 3]);
+    return;
+#endif
 #pragma unroll
     for (int pair = 0; pair < OCTET_VALUES / 2; pair++)
         *reinterpret_cast<float2*>(block + octet_place(j) + octet_offset(pair)) =
@@ -132,7 +152,7 @@ DEVICE void store_octet(const float v[OCTET_VALUES], int j, float* block) {
 
 // A row's values of the block that begins at `first`, zeros from `width` on.
 DEVICE void load_octet_of_row(const float* row, int first, int width, int j, float v[OCTET_VALUES]) {
-    if (width % 2 == 0 && first + BLOCK <= width) {
+    if (width % 4 == 0 && first + BLOCK <= width) {
         load_octet(row + first, j, v);
         return;
     }
@@ -173,9 +193,10 @@ DEVICE void add_between_lanes(float v[OCTET_VALUES], int j, int mask) {
 // The rotation of docs/arithmetic.md, *linear*: strides 1, 2, ..., 64, then times 1 / sqrt(128).
 DEVICE void rotate_octet(float v[OCTET_VALUES], int j) {
     add_in_lane<1>(v);
+    if (NATURAL_ORDER) add_in_lane<2>(v);
     add_between_lanes(v, j, 1);
     add_between_lanes(v, j, 2);
-    add_in_lane<2>(v);
+    if (!NATURAL_ORDER) add_in_lane<2>(v);
     add_between_lanes(v, j, 4);
     add_in_lane<4>(v);
     add_in_lane<8>(v);
@@ -199,13 +220,13 @@ DEVICE unsigned saturated_halves(float low, float high) {
 
 // The input of a trellis layer from a block of values, which are changed: scaled, rotated, rounded to half.
 //
-// A row's halves are kept in the order of the B operand: of 32 inputs, lane t of a quad has its two steps' four pairs
-// in 16 bytes, so input 16 a + 8 b + 2 t + i is at 8 t + 4 a + 2 b + i.
+// Unless in natural order, a row's halves are kept as in the B operand: of 32 inputs, lane t of a quad has its two
+// steps' four pairs in 16 bytes, so input 16 a + 8 b + 2 t + i is at 8 t + 4 a + 2 b + i.
 DEVICE void write_input(const Layer& layer, int block, float v[OCTET_VALUES], int j, bool writes, half_bits* row) {
     scale_octet(layer.input_scales + block * BLOCK, j, v);
     rotate_octet(v, j);
     if (!writes) return;
-    half_bits* place = row + block * BLOCK + 8 * (j % 4) + 4 * (j / 4);
+    half_bits* place = row + block * BLOCK + (NATURAL_ORDER ? 4 * j : 8 * (j % 4) + 4 * (j / 4));
 #pragma unroll
     for (int m = 0; m < OCTET_VALUES / 4; m++)
         *reinterpret_cast<uint2*>(place + 32 * m) = make_uint2(saturated_halves(v[4 * m], v[4 * m + 1]),

@@ -1,201 +1,271 @@
 // The products of many rows, tiles decoded inside; the bytes are those of few_products.cu.
 //
-// Macro ROW_TILE: the most rows of one expert in a block, 64 or 128.
+// Macros: ROW_TILE, the most rows of one expert in a block, 64 or 128; WARPGROUPS, 1 for the products of wgmma.cuh.
+#define NATURAL_ORDER 1
 #include "ops/experts/formats.cuh"
+#if WARPGROUPS
+#include "ops/experts/wgmma.cuh"
+#endif
 
 constexpr int SIDES = 2;  // blocks of 128 outputs in a thread block: gate and up, or two of down
-constexpr int SIDE_WARPS = 4;
-constexpr int WARPS = SIDES * SIDE_WARPS, THREADS = WARPS * WARP;
-constexpr int WARP_TILES = BLOCK / TILE / SIDE_WARPS;  // of 16 outputs, side by side
-constexpr int STEP_ROWS = 8;
-constexpr int GROUPS = ROW_TILE / STEP_ROWS;
-constexpr int STAGE_INPUTS = 64, STAGE_TILES = STAGE_INPUTS / TILE;
+constexpr int SIDE_WARPS = 4, SIDE_THREADS = SIDE_WARPS * WARP;
+constexpr int THREADS = SIDES * SIDE_THREADS;
+constexpr int BLOCK_TILES = BLOCK / TILE;  // side by side; a warp has one of the first half and one of the second
+constexpr int GROUP_ROWS = 8;
+constexpr int STAGE_INPUTS = 64, STAGE_STEPS = STAGE_INPUTS / TILE;
 constexpr int ROW_PIECES = STAGE_INPUTS / 8;  // of 16 bytes, in a row of a stage
 constexpr int SIDE_PIECES = ROW_TILE * ROW_PIECES;
 constexpr int SUMS_STRIDE = BLOCK + 4;  // of floats: a quarter of a warp writes to different banks
+constexpr int AHEAD = 2;  // stages on their way
+constexpr int STAGES = AHEAD + 1 + WARPGROUPS;  // a product may still read the last but one
 
-// Bytes of a stage's tiles of one side, with the widest format that the layers have.
 DEVICE constexpr int most_twice() {
     int most = 0;
     for (int twice = 2; twice <= 16; twice++)
         if ((THREE_INST_WIDTHS | MCG_WIDTHS | MUL1_WIDTHS) >> twice & 1) most = twice;
     return most;
 }
-constexpr int SIDE_TILE_PIECES = STAGE_TILES * (BLOCK / TILE) * most_twice();
+constexpr int SIDE_TILE_PIECES = STAGE_STEPS * BLOCK_TILES * most_twice();  // with the widest format that layers have
 
-// What a thread copies to shared memory for its side: pieces of 16 bytes of rows, swizzled, and of tiles.
+// What a thread copies of each stage to shared memory: pieces of 16 bytes of ROWS rows, swizzled, which COPYING threads
+// share, and of its side's tiles. Threads without a piece of their own copy another's.
+template <typename F, int ROWS, int COPYING>
 struct Copies {
-    static constexpr int side_threads = SIDE_WARPS * WARP;
-    static constexpr int row_rounds = SIDE_PIECES / side_threads, rows_a_round = side_threads / ROW_PIECES;
-    static constexpr int tile_rounds = (SIDE_TILE_PIECES + side_threads - 1) / side_threads;
-    const uint4* rows;
-    const unsigned char* tiles;
-    int row_offsets[row_rounds];  // in pieces, or -1
-    int tile_offsets[tile_rounds + 1];  // in bytes, or -1
+    static constexpr int row_rounds = ROWS * ROW_PIECES / COPYING, rows_a_round = COPYING / ROW_PIECES;
+    static constexpr int tile_pieces = STAGE_STEPS * BLOCK_TILES * tile_bytes(F::twice) / 16;
+    static constexpr int tile_rounds = (tile_pieces + SIDE_THREADS - 1) / SIDE_THREADS;
+    static_assert(ROWS * ROW_PIECES % COPYING == 0 && rows_a_round % 8 == 0, "rounds of rows have one swizzle");
+    const unsigned char* next_rows;
+    const unsigned char* next_tiles;
+    unsigned row_offsets[row_rounds], tile_offsets[tile_rounds];  // in bytes
     int64 tile_stride;  // from stage to stage
-    int thread;
+    int row_place, tile_places[tile_rounds];
 
     __device__ __forceinline__ Copies(const Layer& layer, int first_column, const half_bits* ready, int width,
-                                      const int* members, int count, int side_thread) {
-        thread = side_thread;
-        rows = reinterpret_cast<const uint4*>(ready) + thread % ROW_PIECES;
-#pragma unroll
-        for (int i = 0; i < row_rounds; i++) {
-            const int row = thread / ROW_PIECES + rows_a_round * i;
-            row_offsets[i] = row < count ? members[row] * (width / 8) : -1;
-        }
-        const int bytes = tile_bytes(layer.format % 32), row_bytes = layer.outputs / TILE * bytes;
-        const int pieces = BLOCK / TILE * bytes / 16;
-        tiles = reinterpret_cast<const unsigned char*>(layer.weights) + first_column / TILE * bytes;
-        tile_stride = static_cast<int64>(STAGE_TILES) * row_bytes;
-#pragma unroll
-        for (int i = 0; i < tile_rounds; i++) {
-            const int piece = thread + side_threads * i, tile_row = piece / pieces;
-            tile_offsets[i] = tile_row < STAGE_TILES ? tile_row * row_bytes + (piece - tile_row * pieces) * 16 : -1;
-        }
-    }
-    __device__ __forceinline__ void copy_rows(int stage, uint4* to) const {
-        const uint4* source = rows + stage * ROW_PIECES;
-        // Rows a round apart have the same parity, so the same swizzle.
-        const int row = thread / ROW_PIECES;
-        uint4* target = to + row * ROW_PIECES + (thread % ROW_PIECES ^ (row & 1) << 2);
+                                      const int* members, int count) {
+        const int row_thread = threadIdx.x % COPYING, side_thread = threadIdx.x % SIDE_THREADS;
+        const int first = row_thread / ROW_PIECES, piece = row_thread % ROW_PIECES;
+        next_rows = reinterpret_cast<const unsigned char*>(ready) + 16 * piece;
+        row_place = first * ROW_PIECES + (piece ^ first % 8);
 #pragma unroll
         for (int i = 0; i < row_rounds; i++)
-            if (row_offsets[i] >= 0) copy_async_16(target + i * rows_a_round * ROW_PIECES, source + row_offsets[i]);
-    }
-    __device__ __forceinline__ void copy_tiles(int stage, uint4* to) const {
-        const unsigned char* source = tiles + stage * tile_stride;
+            row_offsets[i] = members[smaller(first + i * rows_a_round, count - 1)] * (2u * width);
+        constexpr int bytes = tile_bytes(F::twice), row_pieces = BLOCK_TILES * bytes / 16;
+        const int row_bytes = layer.outputs / TILE * bytes;
+        next_tiles = reinterpret_cast<const unsigned char*>(layer.weights) + first_column / TILE * bytes;
+        tile_stride = static_cast<int64>(STAGE_STEPS) * row_bytes;
 #pragma unroll
-        for (int i = 0; i < tile_rounds; i++)
-            if (tile_offsets[i] >= 0) copy_async_16(to + thread + side_threads * i, source + tile_offsets[i]);
+        for (int i = 0; i < tile_rounds; i++) {
+            tile_places[i] = smaller(side_thread + SIDE_THREADS * i, tile_pieces - 1);
+            tile_offsets[i] = tile_places[i] / row_pieces * row_bytes + tile_places[i] % row_pieces * 16;
+        }
+    }
+    // Begin to copy the next stage.
+    __device__ __forceinline__ void copy(uint4* rows, uint4* tiles) {
+#pragma unroll
+        for (int i = 0; i < row_rounds; i++)
+            copy_async_16(rows + row_place + i * COPYING, next_rows + row_offsets[i]);
+#pragma unroll
+        for (int i = 0; i < tile_rounds; i++) copy_async_16(tiles + tile_places[i], next_tiles + tile_offsets[i]);
+        next_rows += 2 * STAGE_INPUTS;
+        next_tiles += tile_stride;
     }
 };
 
-// One warp: 32 outputs of the tile's rows over one stage's 64 inputs.
+// A warp's sums of 16 outputs of either half of a block with up to ROWS rows.
+template <int ROWS>
+struct WarpSums {
+    Chains<4 * ROWS / GROUP_ROWS> low, high;
+};
+
+// The words of a warp's tile of a step, in the low or high half of the outputs.
 template <typename F>
-DEVICE void multiply_stage(const uint4* rows, const uint4* tiles, int side_warp, int count, int lane,
-                           const LanePlace<F::twice>& place, Chains<4 * GROUPS>& left, Chains<4 * GROUPS>& right) {
-    static_assert(WARP_TILES == 2, "a warp has two chains of each row");
-    const int group = lane / 4, quad_lane = lane % 4;
-    const unsigned* words = reinterpret_cast<const unsigned*>(tiles);
+DEVICE const unsigned* stage_tile(const uint4* tiles, int step, int half, int side_warp) {
+    const int tile = step * BLOCK_TILES + half * SIDE_WARPS + side_warp;
+    return reinterpret_cast<const unsigned*>(tiles) + tile * tile_words(F::twice);
+}
+
+#if WARPGROUPS
+// One stage's 64 inputs. The last step is still on its way afterwards.
+template <typename F, int ROWS>
+DEVICE void multiply_stage(const uint4* rows, const uint4* tiles, int side_warp, int count,
+                           const LanePlace<F::twice>& place, WarpSums<ROWS>& sums) {
+    const uint64 operand = wgmma_descriptor(rows);
+    unsigned weights[2][2][4];
 #pragma unroll
-    for (int half_step = 0; half_step < STAGE_TILES / 2; half_step++) {
-        unsigned weights[2][WARP_TILES][4];
+    for (int step = 0; step < STAGE_STEPS; step++) {
+        unsigned(*own)[4] = weights[step % 2];
+        decode_fragment<F::codebook, F::twice>(stage_tile<F>(tiles, step, 0, side_warp), place, own[0]);
+        decode_fragment<F::codebook, F::twice>(stage_tile<F>(tiles, step, 1, side_warp), place, own[1]);
+        wgmma_fence();
+        wgmma<ROWS>(sums.low.sums, own[0], operand + step * (2 * TILE >> 4));
+        wgmma<ROWS>(sums.high.sums, own[1], operand + step * (2 * TILE >> 4));
+        wgmma_commit();
+        wgmma_wait<1>();
+    }
+}
+
+DEVICE void end_products() { wgmma_wait<0>(); }
+DEVICE void publish_copies() { wgmma_publish(); }
+#else
+// One stage's 64 inputs.
+template <typename F, int ROWS>
+DEVICE void multiply_stage(const uint4* rows, const uint4* tiles, int side_warp, int count,
+                           const LanePlace<F::twice>& place, WarpSums<ROWS>& sums) {
+    const int lane = threadIdx.x % WARP;
+#pragma unroll
+    for (int first = 0; first < STAGE_STEPS; first += 2) {
+        unsigned weights[2][2][4];
 #pragma unroll
         for (int step = 0; step < 2; step++)
 #pragma unroll
-            for (int i = 0; i < WARP_TILES; i++) {
-                const int tile = (2 * half_step + step) * (BLOCK / TILE) + side_warp * WARP_TILES + i;
-                decode_fragment<F::codebook, F::twice>(words + tile * tile_words(F::twice), place, weights[step][i]);
-            }
-        const int piece = (4 * half_step + quad_lane) ^ (group & 1) << 2;
+            for (int half = 0; half < 2; half++)
+                decode_fragment<F::codebook, F::twice>(stage_tile<F>(tiles, first + step, half, side_warp), place,
+                                                       weights[step][half]);
+        const uint4* row = rows + lane % 8 * ROW_PIECES + ((2 * first + lane / 8) ^ lane % 8);
 #pragma unroll
-        for (int g = 0; g < GROUPS; g++)
-            if (STEP_ROWS * g < count) {
-                const uint4 inputs = rows[(STEP_ROWS * g + group) * ROW_PIECES + piece];
-                const unsigned even[2] = {inputs.x, inputs.y}, odd[2] = {inputs.z, inputs.w};
-                mma_16x8x16(left.sums + 4 * g, weights[0][0], even);
-                mma_16x8x16(right.sums + 4 * g, weights[0][1], even);
-                mma_16x8x16(left.sums + 4 * g, weights[1][0], odd);
-                mma_16x8x16(right.sums + 4 * g, weights[1][1], odd);
+        for (int g = 0; g < ROWS / GROUP_ROWS; g++)
+            if (GROUP_ROWS * g < count) {
+                unsigned inputs[4];
+                load_matrix_x4(inputs, row + g * GROUP_ROWS * ROW_PIECES);
+                mma_16x8x16(sums.low.sums + 4 * g, weights[0][0], inputs);
+                mma_16x8x16(sums.high.sums + 4 * g, weights[0][1], inputs);
+                mma_16x8x16(sums.low.sums + 4 * g, weights[1][0], inputs + 2);
+                mma_16x8x16(sums.high.sums + 4 * g, weights[1][1], inputs + 2);
             }
     }
 }
 
+DEVICE void end_products() {}
+DEVICE void publish_copies() {}
+#endif
+
 // A warp's 16 columns of sums to shared memory, [row][column].
-DEVICE void keep_sums(const Chains<4 * GROUPS>& chains, int column, int count, int lane, float* sums) {
-    const int group = lane / 4, quad_lane = lane % 4;
+template <int GROUPS>
+DEVICE void keep_sums(const Chains<4 * GROUPS>& chains, int column, int count, float* sums) {
+    const int group = threadIdx.x % WARP / 4, quad_lane = threadIdx.x % 4;
 #pragma unroll
     for (int g = 0; g < GROUPS; g++)
-        if (STEP_ROWS * g < count)
+        if (GROUP_ROWS * g < count)
 #pragma unroll
             for (int i = 0; i < 4; i++) {
-                const int row = STEP_ROWS * g + 2 * quad_lane + i % 2;
+                const int row = GROUP_ROWS * g + 2 * quad_lane + i % 2;
                 sums[row * SUMS_STRIDE + column + group + 8 * (i / 2)] = chains.result(4 * g + i);
             }
 }
 
-constexpr int STAGES = 3;
-constexpr int STAGE_PIECES = SIDES * (SIDE_PIECES + SIDE_TILE_PIECES);
+// The rows of a tile: halves [pairs, width], of which sides have their own or the same, and, if a layer is plain,
+// values [pairs / pairs_a_row, plain_width] of which `real` are no padding.
+struct Rows {
+    const int* members;
+    int count;
+    const half_bits* ready;
+    int width;
+    const float* values;
+    int plain_width, real, pairs_a_row;
+};
 
-// A side's sums of the tile's rows with 128 outputs of `layer` from first_column on -> sums [ROW_TILE][SUMS_STRIDE].
+// A side's sums of the rows with 128 outputs of `layer` from first_column on -> float [ROW_TILE][SUMS_STRIDE].
 //
-// `shared` has room for the stages, and for the sums of both sides afterwards. Sides have their own rows, or, if
-// one_input, those of side 0. `has_columns`: whether the side has any outputs.
-DEVICE void multiply_side(const Layer& layer, int first_column, bool has_columns, bool one_input,
-                          const half_bits* ready, int width, const int* members, int count, uint4* shared) {
-    const int thread = threadIdx.x % (SIDE_WARPS * WARP), side = threadIdx.x / (SIDE_WARPS * WARP);
-    const int lane = threadIdx.x % WARP, side_warp = thread / WARP;
-    const bool copies_rows = one_input ? side == 0 : has_columns;
+// `shared` has room for the stages, and for the sums of both sides afterwards. ONE_INPUT: the sides have the same rows.
+// A side without outputs of its own (`multiplies` false) keeps the barriers.
+template <typename F, int ROWS, bool ONE_INPUT>
+DEVICE void multiply_columns(const Layer& layer, int first_column, bool multiplies, const Rows& rows, uint4* shared) {
+    const int side = threadIdx.x / SIDE_THREADS, side_warp = threadIdx.x % SIDE_THREADS / WARP;
     const int stages = layer.inputs / STAGE_INPUTS;
-    const Copies copies(layer, first_column, ready, width, members, count, thread);
-    uint4* own_rows = shared + (one_input ? 0 : side) * SIDE_PIECES;
-    uint4* own_tiles = shared + SIDES * SIDE_PIECES + side * SIDE_TILE_PIECES;
+    uint4* stage_rows = shared + (ONE_INPUT ? 0 : side) * SIDE_PIECES;
+    uint4* stage_tiles = shared + STAGES * SIDES * SIDE_PIECES + side * SIDE_TILE_PIECES;
+    constexpr int COPYING = ONE_INPUT ? THREADS : SIDE_THREADS;
+    Copies<F, ROWS, COPYING> copies(layer, first_column, rows.ready, rows.width, rows.members, rows.count);
+    int slot = 0, copy_slot = 0;
     auto copy_stage = [&](int stage) {
-        const int place = stage % STAGES * STAGE_PIECES;
-        if (stage < stages) {
-            if (copies_rows) copies.copy_rows(stage, own_rows + place);
-            if (has_columns) copies.copy_tiles(stage, own_tiles + place);
-        }
+        if (stage < stages)
+            copies.copy(stage_rows + copy_slot * SIDES * SIDE_PIECES,
+                        stage_tiles + copy_slot * SIDES * SIDE_TILE_PIECES);
         copy_async_commit();
+        copy_slot = copy_slot + 1 == STAGES ? 0 : copy_slot + 1;
     };
-    for (int stage = 0; stage < STAGES - 1; stage++) copy_stage(stage);
-    Chains<4 * GROUPS> left, right;
+    for (int stage = 0; stage < AHEAD; stage++) copy_stage(stage);
+    const LanePlace<F::twice> place(threadIdx.x % WARP);
+    WarpSums<ROWS> warp_sums;
+#pragma unroll 1
     for (int stage = 0; stage < stages; stage++) {
-        copy_async_wait<STAGES - 2>();
+        copy_async_wait<AHEAD - 1>();
+        publish_copies();
         __syncthreads();
-        copy_stage(stage + STAGES - 1);
-        if (!has_columns) continue;
-        if (stage && stage % (BLOCK / STAGE_INPUTS) == 0) {
-            left.close(stage / (BLOCK / STAGE_INPUTS), layer.inputs);
-            right.close(stage / (BLOCK / STAGE_INPUTS), layer.inputs);
+        copy_stage(stage + AHEAD);
+        if (multiplies) {
+#if LONG_LAYERS
+            if (stage && stage % (BLOCK / STAGE_INPUTS) == 0) {
+                end_products();
+                warp_sums.low.close(stage / (BLOCK / STAGE_INPUTS), layer.inputs);
+                warp_sums.high.close(stage / (BLOCK / STAGE_INPUTS), layer.inputs);
+            }
+#endif
+            multiply_stage<F, ROWS>(stage_rows + slot * SIDES * SIDE_PIECES,
+                                    stage_tiles + slot * SIDES * SIDE_TILE_PIECES, side_warp, rows.count, place,
+                                    warp_sums);
         }
-        const int place = stage % STAGES * STAGE_PIECES;
-        with_format(layer.format, [&](auto format) {
-            using F = decltype(format);
-            multiply_stage<F>(own_rows + place, own_tiles + place, side_warp, count, lane, LanePlace<F::twice>(lane),
-                              left, right);
-        });
+        slot = slot + 1 == STAGES ? 0 : slot + 1;
     }
-    copy_async_wait<0>();
+    end_products();
     __syncthreads();
-    if (!has_columns) return;
+    if (!multiplies) return;
     float* sums = reinterpret_cast<float*>(shared) + side * ROW_TILE * SUMS_STRIDE;
-    keep_sums(left, side_warp * WARP_TILES * TILE, count, lane, sums);
-    keep_sums(right, side_warp * WARP_TILES * TILE + TILE, count, lane, sums);
+    keep_sums<ROWS / GROUP_ROWS>(warp_sums.low, side_warp * TILE, rows.count, sums);
+    keep_sums<ROWS / GROUP_ROWS>(warp_sums.high, (SIDE_WARPS + side_warp) * TILE, rows.count, sums);
 }
 
-// The same for a plain layer. inputs [pairs / pairs_a_row, width].
-DEVICE void multiply_plain_side(const Layer& layer, int first_column, const float* inputs, int width, int real_width,
-                                int pairs_a_row, const int* members, int count, float* sums) {
-    const int thread = threadIdx.x % (SIDE_WARPS * WARP), column = first_column + thread;
+// With code for the layer's format and for about the tile's number of rows.
+template <bool ONE_INPUT>
+DEVICE void multiply_trellis(const Layer& layer, int first_column, bool multiplies, const Rows& rows, uint4* shared) {
+    with_format(layer.format, [&](auto format) {
+        using F = decltype(format);
+        if (rows.count <= 32) multiply_columns<F, 32, ONE_INPUT>(layer, first_column, multiplies, rows, shared);
+#if WARPGROUPS
+        else if (rows.count <= 64) multiply_columns<F, 64, ONE_INPUT>(layer, first_column, multiplies, rows, shared);
+        else if (rows.count <= 96) multiply_columns<F, 96, ONE_INPUT>(layer, first_column, multiplies, rows, shared);
+#endif
+        else multiply_columns<F, ROW_TILE, ONE_INPUT>(layer, first_column, multiplies, rows, shared);
+    });
+}
+
+// The same for a plain layer.
+DEVICE void multiply_plain(const Layer& layer, int first_column, const Rows& rows, float* sums) {
+    const int thread = threadIdx.x % SIDE_THREADS, column = first_column + thread;
     if (column >= layer.outputs) return;
-    for (int row = 0; row < count; row++) {
-        const float* source = inputs + static_cast<int64>(members[row] / pairs_a_row) * width;
-        sums[row * SUMS_STRIDE + thread] = plain_chain(layer, source, real_width, column);
+    for (int row = 0; row < rows.count; row++) {
+        const float* values = rows.values + static_cast<int64>(rows.members[row] / rows.pairs_a_row) * rows.plain_width;
+        sums[row * SUMS_STRIDE + thread] = plain_chain(layer, values, rows.real, column);
     }
 }
 
-// Both sides' sums, each trellis or plain, in shared memory. A trellis side and a plain one share the barriers.
-DEVICE void multiply_sides(const Layer& layer, const Layer& other_layer, int first_column, bool has_columns,
-                           bool one_input, const half_bits* ready, int width, const float* plain_inputs,
-                           int plain_width, int real_width, int pairs_a_row, const int* members, int count,
-                           uint4* shared) {
-    const int side = threadIdx.x / (SIDE_WARPS * WARP);
-    float* sums = reinterpret_cast<float*>(shared) + side * ROW_TILE * SUMS_STRIDE;
+// Both sides' sums, each trellis or plain, in shared memory. A trellis side and a plain one keep the same barriers. A
+// side may have no outputs at all (`has_outputs` false).
+template <bool ONE_INPUT>
+DEVICE void multiply_sides(const Layer& layer, const Layer& other_layer, int first_column, bool has_outputs,
+                           const Rows& rows, uint4* shared) {
+    const int column = has_outputs ? first_column : 0;
 #if PLAIN_LAYERS
     const bool plain = layer.format == PLAIN;
     if (!plain || other_layer.format != PLAIN)
-        multiply_side(plain ? other_layer : layer, first_column, has_columns && !plain, one_input, ready, width,
-                      members, count, shared);
-    if (plain && has_columns)
-        multiply_plain_side(layer, first_column, plain_inputs, plain_width, real_width, pairs_a_row, members, count,
-                            sums);
+        multiply_trellis<ONE_INPUT>(plain ? other_layer : layer, column, has_outputs && !plain, rows, shared);
+    if (plain && has_outputs)
+        multiply_plain(layer, column, rows,
+                       reinterpret_cast<float*>(shared) + threadIdx.x / SIDE_THREADS * ROW_TILE * SUMS_STRIDE);
 #else
-    multiply_side(layer, first_column, has_columns, one_input, ready, width, members, count, shared);
+    multiply_trellis<ONE_INPUT>(layer, column, has_outputs, rows, shared);
 #endif
     __syncthreads();
 }
+
+// Dynamic shared memory, where warpgroups need it from a multiple of 1024 bytes on.
+#if WARPGROUPS
+extern __shared__ __align__(1024) uint4 stages_and_sums[];
+#define STAGES_AND_SUMS(name) uint4* name = stages_and_sums
+#else
+#define STAGES_AND_SUMS(name) DYNAMIC_SHARED(uint4, name)
+#endif
 
 // A thread's row of each THREADS / OCTET rows: neighbouring octets read sums two rows apart, in other banks.
 DEVICE int octet_row() {
@@ -204,18 +274,18 @@ DEVICE int octet_row() {
 }
 
 // ready [2][pairs, width] of gate and up -> inputs of down [pairs, inner_width]: halves, or floats if plain.
-// grid (blocks of 128 inner values, tiles), 256 threads.
+// grid (blocks of 128 inner values, tiles), 256 threads. x [rows, hidden] is read by plain layers.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) multiply_gate_up(
     const Layer* layers, const RowTile* tiles, const int* members, const half_bits* ready, int64 ready_side, int width,
     const float* x, int hidden, int pairs_a_row, half_bits* halves, float* floats, int inner_width) {
-    DYNAMIC_SHARED(uint4, shared);
+    STAGES_AND_SUMS(shared);
     const RowTile tile = tiles[blockIdx.y];
-    const int block = blockIdx.x, side = threadIdx.x / (SIDE_WARPS * WARP);
-    if (tile.count == 0 || block * BLOCK >= layer_of(layers, tile.expert, DOWN).inputs) return;
+    const int block = blockIdx.x, side = threadIdx.x / SIDE_THREADS;
+    if (tile.count == 0 || block * BLOCK >= whole_blocks(layer_of(layers, tile.expert, GATE).outputs)) return;
     const int* list = members + tile.first;
-    multiply_sides(layer_of(layers, tile.expert, GATE + side), layer_of(layers, tile.expert, UP - side), block * BLOCK,
-                   true, false, ready + side * ready_side, width, x, hidden, hidden, pairs_a_row, list, tile.count,
-                   shared);
+    const Rows rows = {list, tile.count, ready + side * ready_side, width, x, hidden, hidden, pairs_a_row};
+    multiply_sides<false>(layer_of(layers, tile.expert, GATE + side), layer_of(layers, tile.expert, UP - side),
+                          block * BLOCK, true, rows, shared);
     const float* sums = reinterpret_cast<const float*>(shared);
     for (int first = 0; first < tile.count; first += THREADS / OCTET) {
         const bool writes = first + octet_row() < tile.count;
@@ -231,14 +301,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) multiply_gate_up(
 extern "C" __global__ void __launch_bounds__(THREADS, 1) multiply_down(
     const Layer* layers, const RowTile* tiles, const int* members, const half_bits* halves, const float* floats,
     int inner_width, const float* weights, const float* gate_logits, float* terms, int width, int chosen) {
-    DYNAMIC_SHARED(uint4, shared);
+    STAGES_AND_SUMS(shared);
     const RowTile tile = tiles[blockIdx.y];
     if (tile.count == 0) return;
-    const int block = SIDES * blockIdx.x + threadIdx.x / (SIDE_WARPS * WARP);
+    const int block = SIDES * blockIdx.x + threadIdx.x / SIDE_THREADS;
     const Layer& down = layer_of(layers, tile.expert, DOWN);
     const int* list = members + tile.first;
-    multiply_sides(down, down, block * BLOCK, block * BLOCK < width, true, halves, inner_width, floats, inner_width,
-                   inner_width, 1, list, tile.count, shared);
+    const Rows rows = {list, tile.count, halves, inner_width, floats, inner_width, inner_width, 1};
+    multiply_sides<true>(down, down, block * BLOCK, block * BLOCK < width, rows, shared);
     const float* sums = reinterpret_cast<const float*>(shared);
     for (int first = 0; first < tile.count; first += THREADS / OCTET) {
         const bool is_row = first + octet_row() < tile.count;

@@ -1,4 +1,5 @@
 // The steps around the products of many rows: pairs sorted by expert, inputs, the shared expert's gate, the sum.
+#define NATURAL_ORDER 1
 #include "ops/experts/layers.cuh"
 #include "ops/experts/shared_gate.cuh"
 
