@@ -98,11 +98,20 @@ class DeviceMemory:
         """What was written that should not have been, in one line, or None."""
         import torch
 
-        for raw, array in self._memory:
-            for zone, where in ((raw[:GUARD], "before"), (raw[GUARD + array.nbytes :], "past the end of")):
-                if bool((zone != self.poison).any()):
-                    return f"wrote {where} a device array of {array.dtype}{list(array.shape)}"
-        for tensor, before in self._watched:
-            if not torch.equal(tensor.reshape(-1).view(torch.uint8), before.reshape(-1).view(torch.uint8)):
-                return f"changed an input of {tensor.dtype}{list(tensor.shape)} on the device"
-        return None
+        zones = [
+            (zone, f"wrote {where} a device array of {array.dtype}{list(array.shape)}")
+            for raw, array in self._memory
+            for zone, where in ((raw[:GUARD], "before"), (raw[GUARD + array.nbytes :], "past the end of"))
+        ]
+        changes = [
+            (
+                (tensor.reshape(-1).view(torch.uint8) != before.reshape(-1).view(torch.uint8)).any(),
+                f"changed an input of {tensor.dtype}{list(tensor.shape)} on the device",
+            )
+            for tensor, before in self._watched
+        ]
+        # One wait for the device each, however many arrays there are.
+        written = (torch.stack([zone for zone, _ in zones]) != self.poison).any(dim=1).tolist() if zones else []
+        changed = torch.stack([flag for flag, _ in changes]).tolist() if changes else []
+        found = [*zip(written, zones, strict=True), *zip(changed, changes, strict=True)]
+        return next((text for wrong, (_, text) in found if wrong), None)

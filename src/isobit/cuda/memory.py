@@ -11,6 +11,7 @@ from isobit.cuda.errors import DeviceError
 
 OLDEST_CAPABILITY = (8, 0)
 EMULATED_MULTIPROCESSORS = 4
+PINNED_BYTES = 1 << 20  # an array of fewer bytes is copied at once, sooner than pinned memory is found for it
 
 _emulated = False
 
@@ -99,7 +100,7 @@ def to_device(array: Any) -> torch.Tensor:
     if _emulated:
         return tensor.clone().contiguous()
     tensor = tensor.contiguous()
-    if tensor.device.type == "cpu" and tensor.numel():
+    if tensor.device.type == "cpu" and tensor.nbytes >= PINNED_BYTES:
         tensor = tensor.pin_memory()
     return tensor.to(device(), non_blocking=True)
 

@@ -28,7 +28,7 @@ def controls_of(op: Op) -> list[Control]:
     """Every defect that can be planted into the op: those that any op can have, then those made for this one."""
     for family in FAMILIES:
         importlib.import_module(f"isobit.contract.controls.{family}")
-    plantings = generic_plantings(op, has_state(op), two_threads()) + plantings_of(op.name)
+    plantings = generic_plantings(op, has_state(op), two_threads()) + plantings_of(op)
     return [planting.control(op) for planting in plantings]
 
 

@@ -104,12 +104,13 @@ class Planted:
 
 @dataclass(frozen=True)
 class Planting:
-    """A defect for one op, and the gate that must turn red for it."""
+    """A defect for one op, and the gate that must turn red for it. of_order: it changes the order of a sum alone."""
 
     op: str
     gate: str
     defect: str
     change: Defect
+    of_order: bool = False
 
     def control(self, op: Op) -> Control:
         return Control(op.name, self.gate, self.defect, lambda: Planted(op, self.change))
@@ -118,19 +119,23 @@ class Planting:
 _plantings: list[Planting] = []
 
 
-def plant(op: str, gate: str, defect: str) -> Callable[[Defect], Defect]:
-    """Register the decorated function as a defect of the op named `op`, in the words of `defect`."""
+def plant(op: str, gate: str, defect: str, of_order: bool = False) -> Callable[[Defect], Defect]:
+    """Register the decorated function as a defect of the op named `op`, in the words of `defect`.
+
+    of_order: it changes the order of a sum alone, which an exact sum does not show.
+    """
 
     def register(change: Defect) -> Defect:
-        _plantings.append(Planting(op, gate, defect, change))
+        _plantings.append(Planting(op, gate, defect, change, of_order))
         return change
 
     return register
 
 
-def plantings_of(op: str) -> list[Planting]:
-    """The defects made for the op of that name."""
-    return [planting for planting in _plantings if planting.op == op]
+def plantings_of(op: Op) -> list[Planting]:
+    """The defects made for the op; without those that change an order, where its sums have none (`sums_are_exact`)."""
+    exact = getattr(op, "sums_are_exact", False)
+    return [planting for planting in _plantings if planting.op == op.name and not (exact and planting.of_order)]
 
 
 def last_bits_flipped(values: np.ndarray) -> np.ndarray:

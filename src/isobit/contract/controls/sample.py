@@ -72,7 +72,7 @@ def batch_not_finite(call: Call) -> Outputs:
     return outputs
 
 
-@plant("top_logprobs", "rows", "batches sum from the last id to the first")
+@plant("top_logprobs", "rows", "batches sum from the last id to the first", of_order=True)
 def backwards_in_batches(call: Call) -> Outputs:
     return call.run() if call.rows == 1 else summed_backwards(call, "logprobs")
 
@@ -84,7 +84,7 @@ def order_of_the_first_row(call: Call) -> Outputs:
     return outputs
 
 
-@plant("sample", "replaces", "the probabilities are summed from the last id to the first")
+@plant("sample", "replaces", "the probabilities are summed from the last id to the first", of_order=True)
 def summed_from_the_last(call: Call) -> Outputs:
     return summed_backwards(call, "logprob")
 
@@ -95,7 +95,7 @@ def neighbouring_key(call: Call) -> Outputs:
     return call.replay(draws=draws)
 
 
-@plant("top_logprobs", "replaces", "the probabilities are summed from the last id to the first")
+@plant("top_logprobs", "replaces", "the probabilities are summed from the last id to the first", of_order=True)
 def top_summed_from_the_last(call: Call) -> Outputs:
     return summed_backwards(call, "logprobs")
 

@@ -14,6 +14,7 @@ class Sample(contract.Sample):
     """Draws given on the host and on the device."""
 
     implementations: tuple[str, ...] = ("host_draws", "device_draws")
+    sums_are_exact = True
 
     def call(self, implementation: str, case: Case, state: Any, plan: Sequence[Span]) -> Outputs:
         rows = stream_of_row(plan)
@@ -28,6 +29,7 @@ class TopLogprobs(contract.TopLogprobs):
     """Logits on the device and on the host."""
 
     implementations: tuple[str, ...] = ("device_logits", "host_logits")
+    sums_are_exact = True
 
     def call(self, implementation: str, case: Case, state: Any, plan: Sequence[Span]) -> Outputs:
         place = on_device if implementation == "device_logits" else given
