@@ -10,6 +10,7 @@ pytest.importorskip("torch", reason="needs the optional package torch")
 from isobit.contract.gates import GATES
 from isobit.contract.plans import Sizes
 from isobit.contract.run import cases_of, run_gate
+from isobit.cuda import compile as compiler
 from isobit.cuda import kernels, memory
 from isobit.errors import CheckpointError
 from isobit.ops.experts import cpu, cuda, cuda_contract
@@ -125,6 +126,13 @@ def test_launches_of_few_rows_depend_on_their_number_alone(monkeypatch):
         compute(some_rows(np.random.default_rng(seed), 7, host, 2), handle, cuda.BY_ROW_COUNT)
     assert launches[0] == launches[1] == launches[2]
     assert len(launches[0]) <= 5
+
+
+def test_products_of_warpgroups_compile():
+    pytest.importorskip("cuda.core", reason="needs the optional package cuda-core")
+    handle = prepare(trellis_experts(np.random.default_rng(14), 1, 128, 128))
+    macros = {**handle.layers.macros, "ROW_TILE": 128, "WARPGROUPS": 1}
+    assert compiler.binary(cuda.MANY_PRODUCTS, macros, "sm_90a")
 
 
 def test_no_rows_give_no_rows():

@@ -17,6 +17,7 @@ BY_ROW_COUNT, FEW_ROWS, MANY_ROWS, MANY_ROWS_BY_WARPS = 0, 1, 2, 3  # how to com
 MOST_FEW_ROWS = 64
 ROUTE_WARPS = 4  # rows of a thread block, where there are many
 MOST_SCRATCH_BYTES = 1 << 30  # of one pass over the experts
+MOST_MANY_ROWS = 8192  # of one pass
 WARPGROUP_ARCHITECTURES = ((9, 0),)  # whose tensor cores take rows from shared memory, to more speed and the same bits
 ROUTE = "ops/experts/route.cu"
 FEW, FEW_PRODUCTS = "ops/experts/few_rows.cu", "ops/experts/few_products.cu"
@@ -110,8 +111,11 @@ def experts(
     """The chosen experts' weighted sum and the shared expert: x float32 [R, H] -> float32 [R, H].
 
     ids: int32 [R, chosen], ascending in a row, as `route` gives them. weights: float32 [R, chosen]. `how` is for the
-    contract and changes no byte. Buffers take at most about MOST_SCRATCH_BYTES.
+    contract and changes no byte. Buffers take at most about MOST_SCRATCH_BYTES. Up to 64 rows nothing depends on a
+    value on the host, so that the call can be captured in a graph.
     """
+    if x.dtype != torch.float32 or not x.is_contiguous():
+        raise TypeError(f"experts: x is {x.dtype} with strides {x.stride()}, expected contiguous float32")
     rows, width = x.shape
     if width != handle.hidden:
         raise ValueError(f"experts: x has {width} columns, expected {handle.hidden}")
@@ -177,7 +181,7 @@ def _many_rows(
     macros = {**handle.layers.macros, "ROW_TILE": row_tile, "WARPGROUPS": int(warpgroups)}
     shared = _many_shared_bytes(macros)
     members, counts = memory.empty((routed + 1, rows), torch.int32), memory.empty((routed + 1,), torch.int32)
-    kernels.load(MANY, "sort_pairs")(routed + 1, 256, ids, members, counts, rows, chosen, routed)
+    kernels.load(MANY, "sort_pairs")(routed + 1, 512, ids, members, counts, rows, chosen, routed)
     most_tiles = pairs // row_tile + min(routed + 1, pairs)
     tiles = memory.empty((most_tiles, 4), torch.int32)
     kernels.load(MANY, "plan_tiles")(1, 1024, counts, tiles, rows, routed, row_tile, most_tiles)
@@ -225,7 +229,7 @@ def _hidden_values(handle: ExpertsHandle, pairs: int) -> tuple[torch.Tensor, tor
 def _most_rows(handle: ExpertsHandle, chosen: int) -> int:
     inner_bytes = 6 if handle.layers.macros["PLAIN_LAYERS"] else 2
     row_bytes = (chosen + 1) * (4 * handle.width + inner_bytes * handle.inner_width) + 4 * (handle.routed + 1)
-    return max(1, MOST_SCRATCH_BYTES // row_bytes)
+    return max(1, min(MOST_MANY_ROWS, MOST_SCRATCH_BYTES // row_bytes))
 
 
 def _row_tile() -> int:

@@ -3,38 +3,59 @@
 #include "ops/experts/layers.cuh"
 #include "ops/experts/shared_gate.cuh"
 
-constexpr int SORT_THREADS = 256;
+constexpr int SORT_WARPS = 16, SORT_LOADS = 8;
 constexpr int PLAN_THREADS = 1024;
 constexpr int GATE_ROWS = 32;
 constexpr int PREPARE_WARPS = 4;
 
+// Call `use` with the number of each routed pair from `first` to last - 1 that chose the expert, and with how many came
+// before it; returns how many there are. By one warp, with SORT_LOADS reads on their way.
+template <typename Use>
+DEVICE int each_pair(const int* ids, int first, int last, int expert, int lane, Use use) {
+    int count = 0;
+    for (int begin = first; begin < last; begin += SORT_LOADS * WARP) {
+        int found[SORT_LOADS];
+#pragma unroll
+        for (int i = 0; i < SORT_LOADS; i++) {
+            const int routed = begin + i * WARP + lane;
+            found[i] = routed < last ? ids[routed] : -1;
+        }
+#pragma unroll
+        for (int i = 0; i < SORT_LOADS; i++) {
+            const unsigned lanes = ballot(found[i] == expert);
+            if (found[i] == expert) use(begin + i * WARP + lane, count + popcount(lanes & ((1u << lane) - 1)));
+            count += popcount(lanes);
+        }
+    }
+    return count;
+}
+
 // members[expert * rows + i]: the pairs of each expert by ascending row; counts[expert]. One block an expert.
-extern "C" __global__ void __launch_bounds__(SORT_THREADS) sort_pairs(
+extern "C" __global__ void __launch_bounds__(SORT_WARPS * WARP) sort_pairs(
     const int* ids, int* members, int* counts, int rows, int chosen, int experts) {
-    __shared__ int warp_counts[2][SORT_THREADS / WARP];
+    __shared__ int warp_counts[SORT_WARPS];
     const int expert = blockIdx.x, lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     int* list = members + static_cast<int64>(expert) * rows;
     if (expert == experts) {
-        for (int row = threadIdx.x; row < rows; row += SORT_THREADS) list[row] = row * (chosen + 1) + chosen;
+        for (int row = threadIdx.x; row < rows; row += SORT_WARPS * WARP) list[row] = row * (chosen + 1) + chosen;
         if (threadIdx.x == 0) counts[expert] = rows;
         return;
     }
-    int count = 0, turn = 0;
-    for (int begin = 0; begin < rows * chosen; begin += SORT_THREADS, turn ^= 1) {
-        const int routed = begin + threadIdx.x;
-        const bool same = routed < rows * chosen && ids[routed] == expert;
-        const unsigned lanes = ballot(same);
-        if (lane == 0) warp_counts[turn][warp] = popcount(lanes);
-        __syncthreads();
-        int before = count;
-        for (int other = 0; other < SORT_THREADS / WARP; other++) {
-            before += other < warp ? warp_counts[turn][other] : 0;
-            count += warp_counts[turn][other];
-        }
-        if (same)
-            list[before + popcount(lanes & ((1u << lane) - 1))] = routed / chosen * (chosen + 1) + routed % chosen;
+    const int share = (rows * chosen + SORT_WARPS - 1) / SORT_WARPS;
+    const int first = smaller(warp * share, rows * chosen), last = smaller(first + share, rows * chosen);
+    const int own = each_pair(ids, first, last, expert, lane, [](int, int) {});
+    if (lane == 0) warp_counts[warp] = own;
+    __syncthreads();
+    int before = 0, all = 0;
+    for (int other = 0; other < SORT_WARPS; other++) {
+        before += other < warp ? warp_counts[other] : 0;
+        all += warp_counts[other];
     }
-    if (threadIdx.x == 0) counts[expert] = count;
+    if (own)
+        each_pair(ids, first, last, expert, lane, [&](int routed, int place) {
+            list[before + place] = routed / chosen * (chosen + 1) + routed % chosen;
+        });
+    if (threadIdx.x == 0) counts[expert] = all;
 }
 
 // Cut each expert's rows into tiles of about equal size, at most row_tile rows; tiles after the last, up to `most`, are
