@@ -88,6 +88,13 @@ def read_entries(sites: list[residual.GatedResidual], rows: int) -> Iterator[Ent
     for name, how in ways.items():
         actions = [partial(residual.gated_read, streams, one, how=how) for one in (sites if few else sites[:1])]
         yield entry(f"gated_read, {rows} rows, {name}", actions, weights + (1 if few else 2) * activations, operations)
+    y, injection = (
+        torch.randn((rows, HIDDEN), device=memory.device()),
+        torch.randn((rows, STREAMS), device=memory.device()),
+    )
+    actions = [partial(residual.gated_write_read, streams, injection, y, one) for one in (sites if few else sites[:1])]
+    moved = weights + (1 if few else 2) * activations + 2 * streams.nbytes
+    yield entry(f"gated_write_read, {rows} rows", actions, moved, operations)
     if few:
         return
     one = sites[0]

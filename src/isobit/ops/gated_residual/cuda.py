@@ -18,6 +18,8 @@ STREAMS, LAYERS = "ops/gated_residual/streams.cu", "ops/gated_residual/layers.cu
 DOWN, MIX = "ops/gated_residual/down.cu", "ops/gated_residual/mix.cu"
 THREADS = 256
 ADD_THREADS = 128
+FLOAT_BYTES = 4
+NORM_THREADS, FETCH_BLOCKS = 128, 16  # that norm a stream; blocks that ask for a site's weights
 ROW_TILE, MOST_OWN_ROWS = 8, 8  # rows of a product's operand; up to how many rows each block activates them itself
 DOWN_ROWS, DOWN_TILES = 64, 21  # of a block of down.cu
 DOWN_SHARED = (3 * DOWN_TILES * 4 + 2 * ROW_TILE * 4) * WARP * 16  # bytes
@@ -54,6 +56,11 @@ class GatedResidual:
         """The macros that make the kernels of whole reads those of this site."""
         steps = -(-self.rank // TILE)
         return {"STREAMS": self.streams, "HIDDEN": self.hidden, "STEPS": steps}
+
+    @property
+    def norm_shared(self) -> int:
+        """Bytes that a block of norm_streams shares."""
+        return 3 * self.hidden * FLOAT_BYTES
 
     @property
     def mix_shared(self) -> int:
@@ -115,6 +122,23 @@ def expand_streams(x: torch.Tensor, streams: int) -> torch.Tensor:
     return out
 
 
+def gated_write_read(
+    streams: torch.Tensor, injection: torch.Tensor, y: torch.Tensor, site: GatedResidual
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`gated_write`, then `gated_read` at the next site: the same bytes, with fewer passes over the streams."""
+    rows = len(streams)
+    if rows and _can_read(site, _whole(rows)):
+        mixed, next_injection = _results(rows, site)
+        if rows <= MOST_FEW_ROWS:
+            _read_few_rows(streams, site, mixed, next_injection, (injection, y))
+        else:
+            inverse = gated_write_normed(streams, injection, y, site.eps)
+            _read_many_rows(streams, site, inverse, mixed, next_injection)
+        return mixed, next_injection
+    gated_write(streams, injection, y)
+    return gated_read(streams, site)
+
+
 def gated_read(
     streams: torch.Tensor, site: GatedResidual, inverse: torch.Tensor | None = None, how: int = BY_ROW_COUNT
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -123,15 +147,12 @@ def gated_read(
     inverse: what `gated_write_normed` returned when it wrote the streams, float32 [R, S]; spares their norms. `how` is
     for the contract and changes no byte; raises KeyError when the site's layers or the device rule it out.
     """
-    rows = len(streams)
-    mixed = memory.empty((rows, site.hidden))
-    injection = memory.empty((rows, site.streams)) if site.writes else None
-    if not rows:
+    mixed, injection = _results(len(streams), site)
+    if not len(streams):
         return mixed, injection
     if how == BY_ROW_COUNT:
-        how = FEW_ROWS if rows <= MOST_FEW_ROWS else MANY_ROWS
-        if not _can_read(site, how):
-            how = LAYER_BY_LAYER
+        how = _whole(len(streams))
+        how = how if _can_read(site, how) else LAYER_BY_LAYER
     if not _can_read(site, how):
         raise KeyError("the site's layers are read one by one on this device")
     if how == MANY_ROWS:
@@ -141,11 +162,21 @@ def gated_read(
     return mixed, injection
 
 
+def _results(rows: int, site: GatedResidual) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Room for what a read gives."""
+    return memory.empty((rows, site.hidden)), memory.empty((rows, site.streams)) if site.writes else None
+
+
+def _whole(rows: int) -> int:
+    """How the kernels of whole reads read so many rows."""
+    return FEW_ROWS if rows <= MOST_FEW_ROWS else MANY_ROWS
+
+
 def _can_read(site: GatedResidual, how: int) -> bool:
     """Whether a site can be read so: many rows need much shared memory."""
     if how == LAYER_BY_LAYER:
         return True
-    needed = max(DOWN_SHARED, site.mix_shared) if how == MANY_ROWS else 0
+    needed = max(DOWN_SHARED, site.mix_shared) if how == MANY_ROWS else site.norm_shared
     return site.inject_at is not None and needed <= _shared_memory()
 
 
@@ -158,17 +189,39 @@ def _shared_memory() -> int:
 
 
 def _read_few_rows(
-    streams: torch.Tensor, site: GatedResidual, mixed: torch.Tensor, injection: torch.Tensor | None
+    streams: torch.Tensor,
+    site: GatedResidual,
+    mixed: torch.Tensor,
+    injection: torch.Tensor | None,
+    written: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
-    """Up to 64 rows in three or four launches: norm, down with inject, for more rows silu, up with the mix."""
+    """Up to 64 rows in three or four launches: norm, down with inject, for more rows silu, up with the mix.
+
+    written: an injection and y that are written to the streams first.
+    """
     rows, count, hidden = streams.shape
-    normed = group_norm(streams, site.norm_weight, count, site.eps)
+    normed = norm_streams(streams, site, written)
     sums = linear_layer.linear(normed.view(rows, count * hidden), site.down)
     low = None if rows <= MOST_OWN_ROWS else finish_down(sums.view(1, *sums.shape), site, injection)
     mix = kernels.load(MIX, "mix_few", **site.defines)
-    written = injection if low is None else None
-    arrays = _fragments(site.up), sums, low, normed, mixed, written
+    arrays = _fragments(site.up), sums, low, normed, mixed, injection if low is None else None
     mix(hidden // TILE, WARP * count, *arrays, rows, sums.shape[1], site.inject_at)
+
+
+def norm_streams(
+    streams: torch.Tensor, site: GatedResidual, written: tuple[torch.Tensor, torch.Tensor] | None
+) -> torch.Tensor:
+    """The normed streams [R, S, H] of few rows, after a write to them, if any; the site's weights come nearer."""
+    rows, count, hidden = streams.shape
+    normed = memory.empty(streams.shape)
+    kernel = kernels.load(STREAMS, "norm_streams", HELD=0)
+    injection, y = written or (None, None)
+    weights = [(_fragments(layer), kernels.Long(layer.nbytes)) for layer in (site.down, site.up)]
+    sizes = rows * count, count, hidden, site.eps
+    arrays = streams, injection, y, site.norm_weight, normed
+    grid = rows * count + FETCH_BLOCKS
+    kernel(grid, NORM_THREADS, *arrays, *sizes, *weights[0], *weights[1], shared=site.norm_shared)
+    return normed
 
 
 def _read_many_rows(

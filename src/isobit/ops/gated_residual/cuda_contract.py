@@ -28,7 +28,7 @@ EPS = float(np.float32(1e-6))
 class GatedRead(contract.GatedRead):
     """The read of sites whose layers are read whole, and of those that are read layer by layer."""
 
-    implementations = (*READS, NORMED_WRITES)
+    implementations: tuple[str, ...] = (*READS, NORMED_WRITES)
     row_edges = (cuda.MOST_OWN_ROWS, 16, 32, cuda.MOST_FEW_ROWS)
 
     def cases(self, rng: np.random.Generator, full: bool) -> Iterator[Case]:
@@ -103,6 +103,45 @@ class GatedRead(contract.GatedRead):
         return Case(label, (1,) * contract.ROWS, inputs)
 
 
+class GatedWriteRead(GatedRead):
+    """A write and the read after it in one call, and in two. A case's `streams` are what the write leaves."""
+
+    name = "gated_write_read"
+    implementations: tuple[str, ...] = ("apart", "joined")
+
+    def cases(self, rng: np.random.Generator, full: bool) -> Iterator[Case]:
+        for case in super().cases(rng, full):
+            before = case.inputs["streams"]
+            rows, streams, hidden = before.shape
+            injection = contract.rows_of_kinds(rng, rows, streams, largest=1e3)[rng.permutation(rows)]
+            y = contract.rows_of_kinds(rng, rows, hidden)[rng.permutation(rows)]
+            written = before.copy()
+            contract.gated_write(written, injection, y)
+            yield Case(case.label, case.rows, {**case.inputs, **_inputs(written, before, injection, y)})
+
+    def call(self, implementation: str, case: Case, state: Any, plan: Sequence[Span]) -> Outputs:
+        rows = stream_of_row(plan)
+        streams = memory.to_device(case.inputs["before"][rows])
+        injection, y = (on_device(case.inputs[name][rows]) for name in ("injection", "y"))
+        if implementation == "joined":
+            mixed, following = cuda.gated_write_read(streams, injection, y, state)
+        else:
+            cuda.gated_write(streams, injection, y)
+            mixed, following = cuda.gated_read(streams, state)
+        outputs = {"mixed": mixed} if following is None else {"mixed": mixed, "injection": following}
+        return to_host({**outputs, "written": streams})
+
+    def reference(self, case: Case) -> Outputs:
+        return {**super().reference(case), "written": case.inputs["streams"].astype(np.float64)}
+
+    def error_limit(self, case: Case, reference: Outputs) -> Outputs:
+        return {**super().error_limit(case, reference), "written": np.zeros(())}
+
+
+def _inputs(streams: np.ndarray, before: np.ndarray, injection: np.ndarray, y: np.ndarray) -> dict[str, np.ndarray]:
+    return {"streams": streams, "before": before, "injection": injection, "y": y}
+
+
 class GatedWrite(contract.GatedWrite):
     """The writes that need no linear layer, with the CPU's bytes."""
 
@@ -129,3 +168,4 @@ class GatedWrite(contract.GatedWrite):
 
 register(GatedRead(), device="cuda")
 register(GatedWrite(), device="cuda")
+register(GatedWriteRead(), device="cuda")

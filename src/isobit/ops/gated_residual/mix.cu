@@ -15,6 +15,7 @@ struct Sums {
 DEVICE float total_of(const Sums& sums, int row, int column) {
     const int64 stride = static_cast<int64>(sums.rows) * sums.width;
     const float* at = sums.values + static_cast<int64>(row) * sums.width + column;
+    if (sums.terms == 1) return *at;
     double total = *at;
     for (int term = 1; term < sums.terms; term++) total = total + static_cast<double>(at[term * stride]);
     return static_cast<float>(total);
@@ -23,9 +24,12 @@ DEVICE float total_of(const Sums& sums, int row, int column) {
 // Lane 4g + t's two registers of a row's low values in one step.
 DEVICE uint2 low_pairs(const Sums& sums, int row, int step, int pair) {
     const int column = step * SIDE + 2 * pair;
+    float totals[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) totals[i] = total_of(sums, row, column + i % 2 + i / 2 * 8);
     half_bits values[4];
 #pragma unroll
-    for (int i = 0; i < 4; i++) values[i] = activated(total_of(sums, row, column + i % 2 + i / 2 * 8));
+    for (int i = 0; i < 4; i++) values[i] = activated(totals[i]);
     return make_uint2(pack_half2(values[0], values[1]), pack_half2(values[2], values[3]));
 }
 
@@ -47,6 +51,8 @@ extern "C" __global__ void finish_down(const float* __restrict__ values, int ter
     const int64 tile = row / ROW_TILE;
     low[(tile * STEPS + step) * WARP + row % ROW_TILE * 4 + pair] = low_pairs(sums, row, step, pair);
 }
+
+constexpr int THREAD_VALUES = (ROW_TILE * SIDE + WARP * STREAMS - 1) / (WARP * STREAMS);
 
 // Up to 64 rows: a block has 16 columns of the result, a warp one stream's part. grid (HIDDEN / 16), 32 * STREAMS
 // threads. low: finish_down's, or null for up to 8 rows: then from `values` [rows, width], each block for itself, and
@@ -74,6 +80,15 @@ mix_few(const uint4* __restrict__ up, const float* __restrict__ values, const ui
                 injection[i] = injection_of(total_of(sums, i / STREAMS, inject + i % STREAMS));
     }
     for (int first_row = 0; first_row < rows; first_row += ROW_TILE) {
+        float mixed_values[THREAD_VALUES][STREAMS];
+#pragma unroll
+        for (int i = 0; i < THREAD_VALUES; i++) {
+            const int place = i * WARP * STREAMS + threadIdx.x;
+            const int64 row = smaller(first_row + place / SIDE, rows - 1);
+#pragma unroll
+            for (int from = 0; from < STREAMS; from++)
+                mixed_values[i][from] = normed[(row * STREAMS + from) * HIDDEN + first + place % SIDE];
+        }
         __syncthreads();
         const uint2* b = low ? low + static_cast<int64>(first_row / ROW_TILE) * STEPS * WARP : own_low;
         const bool real = first_row + group < rows;
@@ -86,17 +101,17 @@ mix_few(const uint4* __restrict__ up, const float* __restrict__ values, const ui
 #pragma unroll
         for (int i = 0; i < 4; i++) mixes[stream][2 * pair + i % 2][group + i / 2 * 8] = mixing_sigmoid(c[i]);
         __syncthreads();
-        for (int i = threadIdx.x; i < ROW_TILE * SIDE; i += WARP * STREAMS) {
-            const int row = first_row + i / SIDE, column = first + i % SIDE;
-            if (row >= rows) break;
+#pragma unroll
+        for (int i = 0; i < THREAD_VALUES; i++) {
+            const int place = i * WARP * STREAMS + threadIdx.x, row = first_row + place / SIDE;
+            if (place >= ROW_TILE * SIDE || row >= rows) break;
             float total = 0.0f;
 #pragma unroll
             for (int from = 0; from < STREAMS; from++) {
-                const float value = mixes[from][i / SIDE][i % SIDE] *
-                                    normed[(static_cast<int64>(row) * STREAMS + from) * HIDDEN + column];
+                const float value = mixes[from][place / SIDE][place % SIDE] * mixed_values[i][from];
                 total = from ? total + value : value;
             }
-            mixed[static_cast<int64>(row) * HIDDEN + column] = total / static_cast<float>(STREAMS);
+            mixed[static_cast<int64>(row) * HIDDEN + first + place % SIDE] = total / static_cast<float>(STREAMS);
         }
     }
 }
