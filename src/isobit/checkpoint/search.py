@@ -44,8 +44,8 @@ def search(targets: np.ndarray, bits: float, codebook: str, threads: int = 1) ->
     """
     check_width(bits, codebook)
     count, length = targets.shape
-    fresh = _fresh_bits(bits)
-    window = min(length // 2, SEAM_WINDOW * -(-STATE_BITS // fresh[0]))
+    fresh = fresh_bits(bits)
+    window = seam_window(length, fresh)
     states = np.empty((count, length), np.uint16)
     values = _value_tables(codebook, fresh)
     targets = np.ascontiguousarray(targets, np.float32)
@@ -59,9 +59,14 @@ def search(targets: np.ndarray, bits: float, codebook: str, threads: int = 1) ->
     return states
 
 
-def _fresh_bits(bits: float) -> tuple[int, int]:
+def fresh_bits(bits: float) -> tuple[int, int]:
     """The new bits of even and of odd positions."""
     return int(bits), int(bits + 0.5)
+
+
+def seam_window(length: int, fresh: tuple[int, int]) -> int:
+    """How many positions before and after the seam of a ring are searched to find what crosses it."""
+    return min(length // 2, SEAM_WINDOW * -(-STATE_BITS // fresh[0]))
 
 
 @lru_cache

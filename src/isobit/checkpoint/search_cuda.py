@@ -1,0 +1,108 @@
+"""The trellis search on a GPU: the states that `isobit.checkpoint.search` finds on the CPU, bit for bit."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from isobit.checkpoint.search import STATE_BITS, fresh_bits, seam_window
+from isobit.checkpoint.trellis import STATES, check_width, codebook_values
+from isobit.cuda import kernels, memory
+from isobit.cuda.errors import DeviceError
+
+SOURCE = "checkpoint/search.cu"
+RUN = 8  # leaving u that a thread takes at once
+TABLE_BYTES = 2 * STATES
+STATIC_BYTES = 2 << 10  # of shared memory, at most
+RESERVED_BYTES = 1 << 10  # of shared memory, which every block gives to the system
+HOPPER_SHARED_BYTES = 228 << 10  # of a multiprocessor; what the emulator stands for
+
+
+@dataclass(frozen=True)
+class SearchShape:
+    """How the kernel is cut: fresh bits of even and odd positions, rings a thread, the codebook's place, threads."""
+
+    fresh: tuple[int, int]
+    together: int
+    table_in_shared: bool
+    threads: int = 512
+
+    @property
+    def rings(self) -> int:
+        """Rings that a block searches at a time."""
+        least_runs = (1 << (STATE_BITS - self.fresh[1])) // RUN
+        return max(1, self.threads // least_runs) * self.together
+
+    @property
+    def costs(self) -> int:
+        """The most paths that a ring keeps from one position to the next."""
+        return 1 << (STATE_BITS - self.fresh[0])
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block."""
+        return 4 * self.rings * self.costs + (TABLE_BYTES if self.table_in_shared else 0)
+
+    def kernel(self) -> kernels.Kernel:
+        """The kernel of this shape."""
+        even, odd = self.fresh
+        return kernels.load(
+            SOURCE,
+            "search_rings",
+            EVEN=even,
+            ODD=odd,
+            THREADS=self.threads,
+            TOGETHER=self.together,
+            TABLE_IN_SHARED=int(self.table_in_shared),
+        )
+
+
+def search(targets: torch.Tensor, bits: float, codebook: str, shape: SearchShape | None = None) -> torch.Tensor:
+    """The states of the closest paths: float32 [rings, n] -> the bits of uint16 in int16 [rings, n], on the device.
+
+    As `isobit.checkpoint.search.search`, whose bits it gives in any shape. Raises DeviceError where the GPU has too
+    little shared memory for this width.
+    """
+    check_width(bits, codebook)
+    fresh = fresh_bits(bits)
+    chosen = shape or best_shape(bits)
+    count, length = targets.shape
+    states = memory.empty((count, length), torch.int16)
+    if count == 0:
+        return states
+    table = memory.to_device(codebook_values(codebook).view(np.int16))
+    blocks = min(memory.multiprocessors(), -(-count // chosen.rings))
+    workspace = memory.empty((blocks * length * chosen.rings * chosen.costs,), torch.uint8)
+    chosen.kernel()(
+        blocks,
+        chosen.threads,
+        targets.contiguous(),
+        table,
+        workspace,
+        states,
+        count,
+        length,
+        seam_window(length, fresh),
+        shared=chosen.shared_bytes,
+    )
+    return states
+
+
+def best_shape(bits: float) -> SearchShape:
+    """The fastest shape of this width that the GPU's shared memory holds."""
+    limit = _shared_bytes() - RESERVED_BYTES - STATIC_BYTES
+    shapes = [SearchShape(fresh_bits(bits), rings, in_shared) for in_shared in (True, False) for rings in (2, 1)]
+    for shape in shapes:
+        if shape.shared_bytes <= limit:
+            return shape
+    raise DeviceError(
+        f"a search at {bits} bits needs {shapes[-1].shared_bytes >> 10} KiB of shared memory, this GPU's blocks have "
+        f"{limit >> 10}; use --device cpu for this width"
+    )
+
+
+def _shared_bytes() -> int:
+    """Shared memory of a multiprocessor."""
+    if memory.is_emulated():
+        return HOPPER_SHARED_BYTES
+    return int(torch.cuda.get_device_properties(memory.device()).shared_memory_per_multiprocessor)
