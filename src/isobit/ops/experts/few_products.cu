@@ -14,7 +14,7 @@ constexpr int GATE_ROWS = ROW_GROUPS == 1 ? 8 : 32;
 constexpr int STAGES = 3;
 constexpr int TILES = BLOCK / TILE;  // of a turn, and of a block of outputs
 constexpr int HALF_STEPS = BLOCK / 32;
-constexpr int BLOCKS_A_PROCESSOR = ROW_GROUPS == 1 ? 6 : 4;
+constexpr int BLOCKS_A_PROCESSOR = ROW_GROUPS == 1 ? 7 : 4;
 
 // What warps hand to each other: the chains of a block's 16 outputs, for each group of rows, a lane's side by side.
 struct Handed {
