@@ -21,6 +21,8 @@ from isobit.ops.linear.cuda_contract import CudaLinearOp  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("emulated_cuda")
 
+# Widths and codebooks are decoded apart, so that not every pair must be compiled here; the contract runs them all.
+FORMATS = [(codebook, bits) for codebook, bits in all_formats() if codebook == "mul1" or bits in (3, 8)]
 SIZES = Sizes((2, 9), 2)
 CASES = {
     "padded, with bias": lambda rng: random_trellis(rng, 100, 150, "mul1", 3, bias=True),
@@ -66,7 +68,7 @@ def test_values_and_bytes_of_every_kind(name):
         assert GATES[gate](op, "many_rows", case, np.random.default_rng(3), SIZES) is None
 
 
-@pytest.mark.parametrize(("codebook", "bits"), all_formats())
+@pytest.mark.parametrize(("codebook", "bits"), FORMATS)
 def test_every_format_decodes_to_its_values(codebook, bits):
     weights = random_trellis(np.random.default_rng(4), 128, 128, codebook, bits)
     decoded = memory.to_host(cuda.expanded(cuda.prepare_linear(weights)))

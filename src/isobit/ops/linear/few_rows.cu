@@ -147,7 +147,8 @@ DEVICE void rotate_operand(unsigned* operand, const float* x, const half_bits* s
     for (int unit = threadIdx.x / WARP; unit < rows * (last - first); unit += warps) {
         const int row = unit % rows, block = unit / rows;
         const float* from = x + static_cast<int64>(row) * inputs;
-        store_operand(operand, rotated_inputs(from, first + block, inputs, whole, scales, lane), rows, row, block, lane);
+        const uint2 pairs = rotated_inputs(from, first + block, inputs, whole, scales, lane);
+        store_operand(operand, pairs, rows, row, block, lane);
     }
 }
 

@@ -40,8 +40,8 @@ DEVICE void stage_group(
     const int pieces = smaller(last - first, GROUP_TILES) * (SIDE / 4);
     for (int i = lane; i < rows * ROW_PIECES; i += WARP) {
         const int row = i / ROW_PIECES, piece = i % ROW_PIECES;
-        if (piece < pieces)
-            copy_async_16(&stage.inputs[row][4 * piece], x + static_cast<int64>(row) * inputs + first * SIDE + 4 * piece);
+        const float* from = x + static_cast<int64>(row) * inputs + first * SIDE + 4 * piece;
+        if (piece < pieces) copy_async_16(&stage.inputs[row][4 * piece], from);
     }
 }
 

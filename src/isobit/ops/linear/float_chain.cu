@@ -33,12 +33,12 @@ struct alignas(16) ChainStage {
 DEVICE void stage_weights(ChainStage& stage, const Stored* weights, int first, int last, int column, int columns) {
     for (int i = threadIdx.x; i < CHAIN_INPUTS * ROW_PIECES; i += CHAIN_THREADS) {
         const int row = i / ROW_PIECES, place = i % ROW_PIECES * PIECE;
-        if (first + row < last && column + place < columns)
-            copy_async_16(&stage.weights[row][place], weights + static_cast<int64>(first + row) * columns + column + place);
+        const Stored* from = weights + static_cast<int64>(first + row) * columns + column + place;
+        if (first + row < last && column + place < columns) copy_async_16(&stage.weights[row][place], from);
     }
 }
 
-// The thread's share of the rows' inputs first to first + 63, 0 past the end: input i of row r is in x[(64r + i) / 128].
+// A thread's share of the rows' inputs first to first + 63, 0 past the end: input i of row r is its (64r + i) / 128th.
 DEVICE void fetch_inputs(float fetched[STAGED], const float* x, int first, int inputs, int first_row, int rows) {
 #pragma unroll
     for (int i = 0; i < STAGED; i++) {

@@ -29,8 +29,10 @@ struct TileCopy {
     __device__ __forceinline__ TileCopy(const half_bits* matrix, int first, int rows, int width, int k) {
         const int row = threadIdx.x / ROW_PIECES, piece = threadIdx.x % ROW_PIECES;
 #pragma unroll
-        for (int i = 0; i < THREAD_PIECES; i++)
-            from[i] = matrix + static_cast<int64>(smaller(first + row + i * THREAD_ROWS, rows - 1)) * width + k + piece * PIECE;
+        for (int i = 0; i < THREAD_PIECES; i++) {
+            const int64 own_row = smaller(first + row + i * THREAD_ROWS, rows - 1);
+            from[i] = matrix + own_row * width + k + piece * PIECE;
+        }
     }
 
     // Copy the pieces, of TILE_INPUTS inputs, and go on to the next inputs.
@@ -52,7 +54,8 @@ product(const half_bits* x, const half_bits* weights, float* values, int64 shard
         int inputs) {
     DYNAMIC_SHARED(ProductStage, stages);
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-    const int row_tiles = (rows + TILE_ROWS - 1) / TILE_ROWS, output_tiles = (outputs + TILE_OUTPUTS - 1) / TILE_OUTPUTS;
+    const int row_tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
+    const int output_tiles = (outputs + TILE_OUTPUTS - 1) / TILE_OUTPUTS;
     const int tall = SWIZZLE * output_tiles, stripe = blockIdx.x / tall, in_stripe = blockIdx.x % tall;
     const int stripe_rows = smaller(SWIZZLE, row_tiles - stripe * SWIZZLE);
     const int first_row = (stripe * SWIZZLE + in_stripe % stripe_rows) * TILE_ROWS;

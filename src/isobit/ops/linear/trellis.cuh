@@ -1,7 +1,7 @@
 // EXL3 tiles decoded in registers, straight into the A operand of mma_16x8x16 (m = outputs, k = inputs).
 //
-// A tile of `twice` = 2 * bits is 4 * twice words of 32 bits, a circular bit stream read from each word's most significant
-// bit. Lane l decodes positions 8l to 8l + 7, which are its eight values of the operand.
+// A tile of `twice` = 2 * bits is 4 * twice words of 32 bits, a circular bit stream read from each word's most
+// significant bit. Lane l decodes positions 8l to 8l + 7, which are its eight values of the operand.
 #pragma once
 #include "device.cuh"
 
@@ -110,7 +110,8 @@ struct Window {
         } else {
             if constexpr (offset <= 16) return state_in<16 - (offset <= 16 ? offset : 16)>(begin);
             if constexpr (offset > 16 && offset < 32) return funnel_right(middle, begin, 48 - offset) & 0xFFFFu;
-            if constexpr (offset >= 32 && offset <= 48) return state_in<offset >= 32 && offset <= 48 ? 48 - offset : 0>(middle);
+            if constexpr (offset >= 32 && offset <= 48)
+                return state_in<offset >= 32 && offset <= 48 ? 48 - offset : 0>(middle);
             if constexpr (offset > 48) return funnel_right(last, middle, 80 - offset) & 0xFFFFu;
         }
         return 0;
