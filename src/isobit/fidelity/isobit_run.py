@@ -57,11 +57,15 @@ def tapped(ops: Any) -> tuple[Any, list[np.ndarray]]:
         ops.gated_write(streams, *arguments)
         take(streams)
 
+    def gated_write_read(streams: Any, injection: Any, y: Any, site: Any) -> Any:
+        gated_write(streams, injection, y)
+        return gated_read(streams, site)
+
     def ple_inject(streams: Any, *arguments: Any) -> None:
         ops.ple_inject(streams, *arguments)
         take(streams)
 
-    taps = (expand_streams, gated_read, gated_write, ple_inject)
+    taps = (expand_streams, gated_read, gated_write, gated_write_read, ple_inject)
     return SimpleNamespace(**{**vars(ops), **{tap.__name__: tap for tap in taps}}), taken
 
 

@@ -9,6 +9,7 @@ from isobit.ops.batch import Array, Batch
 from isobit.ops.passes import PassInputs
 
 Handle = Any  # what an op's prepare function returned
+Unwritten = tuple[Array, Array]  # the injection [R, S] and output [R, H] of a block, not yet written to the streams
 
 
 @dataclass(frozen=True)
@@ -147,10 +148,18 @@ class Layer:
     experts_site: Handle
     experts: Experts
 
-    def __call__(self, run: Pass, streams: Array) -> None:
-        """Updates streams [R, S, H] in place."""
+    def __call__(self, run: Pass, streams: Array, unwritten: Unwritten | None) -> Unwritten:
+        """Updates streams [R, S, H] in place, after what is yet to be written to them; returns what then is."""
+        ops = run.ops
         if self.ngram is not None:
+            if unwritten is not None:
+                ops.gated_write(streams, *unwritten)
+                unwritten = None
             self.ngram(run, streams)
         for site, block in ((self.mixer_site, self.mixer), (self.experts_site, self.experts)):
-            x, injection = run.ops.gated_read(streams, site)
-            run.ops.gated_write(streams, injection, block(run, x))
+            if unwritten is None:
+                x, injection = ops.gated_read(streams, site)
+            else:
+                x, injection = ops.gated_write_read(streams, *unwritten, site)
+            unwritten = injection, block(run, x)
+        return unwritten

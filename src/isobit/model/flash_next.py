@@ -65,8 +65,11 @@ class FlashNext:
         run = Pass(ops, state, inputs.batches[TRUNK], inputs, trace)
         embedded = ops.embed(inputs.arrays["tokens"], self.embedding)
         streams = ops.expand_streams(embedded, self.config.hc_count)
+        unwritten = None
         for layer in self.layers:
-            layer(run, streams)
+            unwritten = layer(run, streams, unwritten)
+        if unwritten is not None:
+            ops.gated_write(streams, *unwritten)
         if self.mtp is not None:
             self.mtp.follow(run, streams, embedded)
         if not len(logit_rows):

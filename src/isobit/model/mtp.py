@@ -64,7 +64,7 @@ class MtpHead:
         draft's keys and values at the batch's positions, which the next forward writes over.
         """
         combined = self.combine(run, streams, embedded)
-        self.layer(run, combined)
+        run.ops.gated_write(combined, *self.layer(run, combined, None))
         return combined
 
 

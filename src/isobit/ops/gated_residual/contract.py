@@ -90,6 +90,42 @@ class GatedRead:
         return tuple(case.inputs[name] for name in ("streams", "norm_weight", "down", "up", "inject", "eps"))
 
 
+class GatedWriteRead(GatedRead):
+    """A write and the read after it in one call, and in two. A case's `streams` are what the write leaves."""
+
+    name = "gated_write_read"
+    implementations: tuple[str, ...] = ("apart", "joined")
+
+    def cases(self, rng: np.random.Generator, full: bool) -> Iterator[Case]:
+        for case in super().cases(rng, full):
+            before = case.inputs["streams"]
+            rows, streams, hidden = before.shape
+            injection = rows_of_kinds(rng, rows, streams, largest=1e3)[rng.permutation(rows)]
+            y = rows_of_kinds(rng, rows, hidden)[rng.permutation(rows)]
+            written = before.copy()
+            gated_write(written, injection, y)
+            inputs = {**case.inputs, "streams": written, "before": before, "injection": injection, "y": y}
+            yield Case(case.label, case.rows, inputs)
+
+    def call(self, implementation: str, case: Case, state: Any, plan: Sequence[Span]) -> Outputs:
+        rows = stream_of_row(plan)
+        streams = in_place(case.inputs["before"][rows])
+        injection, y = (given(case.inputs[name][rows]) for name in ("injection", "y"))
+        if implementation == "joined":
+            mixed, following = cpu.gated_write_read(streams, injection, y, state)
+        else:
+            gated_write(streams, injection, y)
+            mixed, following = gated_read(streams, state)
+        outputs = {"mixed": mixed} if following is None else {"mixed": mixed, "injection": following}
+        return {**outputs, "written": streams}
+
+    def reference(self, case: Case) -> Outputs:
+        return {**super().reference(case), "written": case.inputs["streams"].astype(np.float64)}
+
+    def error_limit(self, case: Case, reference: Outputs) -> Outputs:
+        return {**super().error_limit(case, reference), "written": np.zeros(())}
+
+
 class GatedWrite:
     """The writes that need no linear layer: the injection, the addition to every stream, the copy into streams."""
 
@@ -138,3 +174,4 @@ class GatedWrite:
 
 register(GatedRead())
 register(GatedWrite())
+register(GatedWriteRead())

@@ -15,7 +15,7 @@ from isobit.ops.norm.cpu import group_norm
 from isobit.ops.scalar import fma32
 from isobit.ops.work import run_split
 
-__all__ = ["add_streams", "expand_streams", "gated_read", "gated_write", "prepare_gated_residual"]
+__all__ = ["add_streams", "expand_streams", "gated_read", "gated_write", "gated_write_read", "prepare_gated_residual"]
 
 BY_ROW_COUNT, LAYER_BY_LAYER, BLOCKWISE = 0, 1, 2  # how to read; the first is what the model uses
 MANY_ROWS = 16  # from which on rows are shared out among threads
@@ -110,6 +110,15 @@ def _read_layer_by_layer(streams: np.ndarray, site: GatedResidual, mixed: np.nda
 def gated_write(streams: np.ndarray, injection: np.ndarray, y: np.ndarray) -> None:
     """streams_s += injection_s * y, in place: [R, S, H], [R, S], [R, H]."""
     run_split(write_rows, streams.size, len(y), streams, injection, y)
+
+
+def gated_write_read(
+    streams: np.ndarray, injection: np.ndarray, y: np.ndarray, site: GatedResidual
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """`gated_write`, then `gated_read` at the next site."""
+    gated_write(streams, injection, y)
+    return gated_read(streams, site)
+
 
 
 def add_streams(streams: np.ndarray, x: np.ndarray) -> None:

@@ -11,7 +11,7 @@ from isobit.ops.linear import cuda as linear_layer
 from isobit.ops.linear.cuda_layers import TILE, HalfLayer, LinearHandle
 from isobit.ops.norm.cuda import MANY_ROWS_WARPS, MOST_FEW_ROWS, WARP, group_norm, held_values
 
-__all__ = ["add_streams", "expand_streams", "gated_read", "gated_write", "prepare_gated_residual"]
+__all__ = ["add_streams", "expand_streams", "gated_read", "gated_write", "gated_write_read", "prepare_gated_residual"]
 
 BY_ROW_COUNT, LAYER_BY_LAYER, FEW_ROWS, MANY_ROWS = 0, 1, 2, 3  # how to read; the first is what the model uses
 STREAMS, LAYERS = "ops/gated_residual/streams.cu", "ops/gated_residual/layers.cu"
