@@ -55,6 +55,15 @@ def test_a_machine_without_a_writable_folder_is_told_so():
     assert "set NUMBA_CACHE_DIR to a folder that can be written" in done.stderr
 
 
+def test_a_first_run_is_known_as_such(tmp_path):
+    code = f"from isobit.kernels import none_kept; print(none_kept()){COMPILE}print(none_kept())"
+    for expected in (["True", "False"], ["False", "False"]):
+        environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
+        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+        first, *_, last = done.stdout.split()
+        assert [first, last] == expected
+
+
 def test_another_source_is_another_version(tmp_path):
     import isobit
 

@@ -53,6 +53,11 @@ def configure() -> Path:
     return folder
 
 
+def none_kept() -> bool:
+    """Whether no kernel of this version has been compiled yet."""
+    return not any(configure().rglob("*.nbi"))
+
+
 def _writable(folder: Path) -> Path:
     """`folder`, or a temporary one in its place: Numba would take older kernels that lie beside the sources."""
     try:

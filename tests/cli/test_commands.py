@@ -11,7 +11,7 @@ import time
 import pytest
 
 from isobit.cli.app import run
-from isobit.cli.common import printable
+from isobit.cli.common import COMPILING, printable
 from isobit.errors import IsobitError
 
 COMMANDS = ("demo", "generate", "serve", "verify", "inspect", "synth", "convert", "fidelity", "contract", "bench")
@@ -53,6 +53,9 @@ def test_the_version(capsys):
         (["--nope"], "--nope"),
         (["generate"], "DIR"),
         (["generate", "DIR", "hi", "--temperature", "hot"], "--temperature"),
+        (["generate", "DIR", "hi", "--seed", "abc"], "--seed"),
+        (["synth", "DIR", "--layers", "0"], "--layers"),
+        (["bench", "frob"], "frob"),
         (["generate", "DIR", "hi", "--temperature", "3"], "0 to 2"),
         (["generate", "DIR", "hi", "--temperature", "nan"], "0 to 2"),
         (["generate", "DIR", "hi", "--prefill", "fast"], "deep, batched, serial"),
@@ -74,6 +77,61 @@ def test_a_wrong_call_is_one_line(arguments, said, capsys):
     assert captured.err.startswith("isobit: ")
     assert captured.err.count("\n") == 1
     assert said in captured.err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["generate", "DIR", "hi", "--seed", "abc"],
+        ["generate", "DIR", "hi", "--temperature", "hot"],
+        ["synth", "DIR", "--layers", "0"],
+        ["bench", "resume", "DIR", "--length", "3"],
+    ],
+    ids=" ".join,
+)
+def test_a_wrong_value_is_told_in_words_for_people(arguments, capsys):
+    assert run(arguments) == 2
+    said = capsys.readouterr().err
+    assert "Input should" not in said
+    assert "parse" not in said
+    assert arguments[-2] in said
+    assert arguments[-1] in said
+
+
+def test_generate_names_the_seed_that_it_drew(test_checkpoint, capsys):
+    arguments = ["generate", str(test_checkpoint), "hi", "--max-tokens", "12", "--ignore-eos"]
+    assert run(arguments) == 0
+    first = capsys.readouterr()
+    option, seed = first.err.removeprefix("isobit: ").removesuffix(" gives this reply again\n").split()
+    assert option == "--seed"
+    assert run([*arguments, "--seed", seed]) == 0
+    assert capsys.readouterr() == (first.out, "")
+    assert run([*arguments, "--temperature", "0"]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_a_prompt_that_is_too_long_is_told_what_generate_can_do_about_it(test_checkpoint, capsys):
+    assert run(["generate", str(test_checkpoint), "x" * 30, "--raw", "--context", "20"]) == 2
+    said = capsys.readouterr().err
+    assert "30 tokens" in said
+    assert "or raise --context, up to 2,048" in said
+    assert run(["generate", str(test_checkpoint), "x" * 3000, "--raw"]) == 2
+    said = capsys.readouterr().err
+    assert "shorten the prompt" in said
+    assert "raise" not in said
+
+
+def test_the_silence_of_a_first_run_is_explained_on_a_terminal(test_checkpoint, capsys, monkeypatch):
+    arguments = ["generate", str(test_checkpoint), "hi", "--max-tokens", "1", "--seed", "1"]
+    monkeypatch.setattr("isobit.kernels.none_kept", lambda: True)
+    assert run(arguments) == 0
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert run(arguments) == 0
+    assert capsys.readouterr().err == f"{COMPILING}\n"
+    monkeypatch.setattr("isobit.kernels.none_kept", lambda: False)
+    assert run(arguments) == 0
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize(
@@ -214,6 +272,21 @@ def test_bench_reports_ratios_of_one_run(test_checkpoint, capsys):
     for result in report["lengths"]:
         assert set(result["tokens_per_second"]) == {"serial", "batched", "deep"}
         assert min(*result["tokens_per_second"].values(), result["deep_to_serial"], result["deep_to_batched"]) > 0
+
+
+def test_bench_cuts_its_own_lengths_to_the_window(make_checkpoint, capsys):
+    folder = make_checkpoint("test", overrides={"max_position_embeddings": 300})
+    assert run(["bench", "prefill", str(folder), "--repeats", "1", "--json"]) == 0
+    shown = capsys.readouterr()
+    assert shown.err == "isobit: 3,000 tokens are beyond the window: measuring 299 instead\n"
+    assert [result["tokens"] for result in json.loads(shown.out)["lengths"]] == [256, 299]
+
+
+def test_bench_alone_shows_its_help(capsys):
+    assert run(["bench"]) == 0
+    shown = capsys.readouterr()
+    assert shown.err == ""
+    assert "prefill" in shown.out
 
 
 def test_bench_refuses_lengths_beyond_the_window(test_checkpoint, capsys):

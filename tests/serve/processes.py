@@ -12,6 +12,8 @@ from types import TracebackType
 import httpx
 import psutil
 
+from isobit.cli.common import COMPILING
+
 START_SECONDS = 120
 STOP_SECONDS = 60
 
@@ -58,6 +60,11 @@ class ServerProcess:
         while (health := self.get("/health").json())["running"] or health["queued"]:
             assert time.monotonic() < deadline, f"requests that nobody waits for go on: {health}"
             time.sleep(0.05)
+
+    @property
+    def said(self) -> str:
+        """What it has written to standard error, but for what every first run says."""
+        return self.log.read_text().replace(f"{COMPILING}\n", "")
 
     @property
     def usage(self) -> psutil.Process:

@@ -42,11 +42,11 @@ def test_a_second_ctrl_c_stops_at_once(test_checkpoint, tmp_path, count, named):
         streams = [pool.submit(last_event, server, "a" * (1 + number)) for number in range(count)]
         wait_for(lambda: server.get("/health").json()["running"] == count)
         server.process.send_signal(signal.SIGINT)
-        wait_for(lambda: server.log.read_text() == WAITS.format(named))
+        wait_for(lambda: server.said == WAITS.format(named))
         server.process.send_signal(signal.SIGINT)
         assert server.process.wait(30) == 130
         assert [stream.result()["error"]["code"] for stream in streams] == ["shutting_down"] * count
-    assert server.log.read_text() == WAITS.format(named)
+    assert server.said == WAITS.format(named)
 
 
 def test_a_client_that_does_not_read_does_not_keep_the_server(test_checkpoint, tmp_path):
@@ -61,7 +61,7 @@ def test_a_client_that_does_not_read_does_not_keep_the_server(test_checkpoint, t
         time.sleep(0.3)
         server.process.send_signal(signal.SIGINT)
         assert server.process.wait(40) == 130
-    assert server.log.read_text() in ("", WAITS.format("1 running reply"))
+    assert server.said in ("", WAITS.format("1 running reply"))
 
 
 @pytest.mark.parametrize("pause", [0, 0.03, 0.4])
@@ -73,4 +73,4 @@ def test_an_idle_server_ends_quietly_however_often_it_is_told(test_checkpoint, t
             server.process.send_signal(signal.SIGINT)
             time.sleep(pause)
         assert server.process.returncode in (130, -signal.SIGINT)
-    assert server.log.read_text() == ""
+    assert server.said == ""

@@ -59,7 +59,7 @@ def test_load_changes_no_reply_and_leaves_nothing_behind(test_checkpoint, known,
         assert server.usage.num_fds() <= before[0] + 4
         assert server.usage.num_threads() <= before[1] + RESTING_THREADS
         assert server.stop() == 0
-    said = server.log.read_text().splitlines()
+    said = server.said.splitlines()
     assert [line for line in said if line != NO_HTTP] == []
 
 

@@ -112,9 +112,31 @@ def _fail(message: str) -> int:
 
 def _usage(error: Exception) -> str:
     """A usage error of Typer in one line; its class has no public name in all versions."""
-    message = error.format_message().rstrip(".")  # type: ignore[attr-defined]
+    message = _wrong_value(error) or error.format_message().rstrip(".")  # type: ignore[attr-defined]
     context = getattr(error, "ctx", None)
     return f"{message} (see {context.command_path} --help)" if context is not None else message
+
+
+def _wrong_value(error: Exception) -> str | None:
+    """What an option's value should have been, where Typer leaves it in the words of its validator."""
+    parameter, cause = getattr(error, "param", None), error.__cause__ or error.__context__
+    problems = getattr(cause, "errors", None)
+    if parameter is None or problems is None:
+        return None
+    problem = problems()[0]
+    bounds = problem.get("ctx", {})
+    expected = {
+        "int_parsing": "a whole number",
+        "int_from_float": "a whole number",
+        "float_parsing": "a number",
+        "finite_number": "a finite number",
+        "greater_than_equal": f"{bounds.get('ge', 0):g} or more",
+        "less_than_equal": f"{bounds.get('le', 0):g} or less",
+    }.get(problem["type"])
+    if expected is None:
+        return None
+    name = max(parameter.opts, key=len) if parameter.param_type_name == "option" else parameter.human_readable_name
+    return f"{name} is {problem['input']!r}: expected {expected}"
 
 
 def _discard_stdout() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import statistics
+import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -23,22 +24,34 @@ if TYPE_CHECKING:
     from isobit.engine.engine import Engine
 
 LENGTHS = "256,1024,3000"
+CAPTION = "serial: one row a forward, batched: 64, deep: whole segments; ratios are medians of each repeat's own"
 MODES = ("serial", "batched", "deep")
 
-bench = typer.Typer(name="bench", help="Measure speeds on this machine.", no_args_is_help=True)
+bench = typer.Typer(name="bench", help="Measure speeds on this machine.")
 
 Rates = dict[str, list[float]]
 
 
-@bench.callback()
-def root() -> None:
-    pass
+LengthsOption = Annotated[
+    str | None,
+    typer.Option(
+        "--lengths",
+        help=f"Prompt lengths in tokens, with commas. Default: {LENGTHS}, as far as the window goes.",
+        show_default=False,
+    ),
+]
+
+
+@bench.callback(invoke_without_command=True)
+def root(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
 
 
 @bench.command()
 def prefill(
     folder: Folder,
-    lengths: Annotated[str, typer.Option("--lengths", help="Prompt lengths in tokens, with commas.")] = LENGTHS,
+    lengths: LengthsOption = None,
     repeats: Annotated[int, typer.Option("--repeats", min=1, help="Alternating repeats; the median counts.")] = 3,
     segment_rows: SegmentRowsOption = settings.SEGMENT_ROWS.default,
     device: DeviceOption = settings.DEVICE.default,
@@ -46,13 +59,15 @@ def prefill(
     threads: ThreadsOption = None,
     as_json: Json = False,
 ) -> None:
-    """Prompt speed of serial, batched and deep at several lengths, measured in turn."""
-    counts = _counts(lengths)
+    """Prompt speed of serial, batched and deep at several lengths, measured in turn.
+
+    serial: one row a forward; batched: 64; deep: --segment-rows. The columns are medians of prompt tokens a second,
+    then medians of the ratios that each repeat gave.
+    """
+    counts = _counts(LENGTHS if lengths is None else lengths)
     engine = open_engine(folder, device=device, memory_gib=memory_gib, segment_rows=segment_rows, threads=threads)
     try:
-        too_long = [count for count in counts if count >= engine.context]
-        if too_long:
-            raise IsobitError(f"--lengths has {too_long[0]}: expected less than the window of {engine.context}")
+        counts = _within(engine.context, counts, named=lengths is not None)
         tokens = prompt_tokens(engine, max(counts))
         _warm_up(engine, tokens)
         results = [_result(count, _measure(engine, tokens[:count], repeats)) for count in counts]
@@ -72,6 +87,17 @@ def _counts(lengths: str) -> list[int]:
     if not counts or min(counts) < 1:
         raise IsobitError(f"--lengths is {lengths!r}: expected numbers of tokens with commas, such as {LENGTHS}")
     return counts
+
+
+def _within(window: int, counts: list[int], named: bool) -> list[int]:
+    """Prompt lengths that leave a row for the reply; IsobitError where the user has `named` others, or one cut."""
+    longest = max(counts)
+    if longest < window:
+        return counts
+    if named:
+        raise IsobitError(f"--lengths has {longest}: expected less than the window of {window}")
+    print(f"isobit: {longest:,} tokens are beyond the window: measuring {window - 1:,} instead", file=sys.stderr)
+    return sorted({min(count, window - 1) for count in counts})
 
 
 def prompt_tokens(engine: "Engine", count: int, start: int = 0) -> tuple[int, ...]:
@@ -129,7 +155,7 @@ def _report(results: list[dict[str, Any]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title="Prompt tokens a second")
+    table = Table(title="Prompt tokens a second", caption=CAPTION, caption_justify="left")
     for name in ("tokens", *MODES, "batched\n/serial", "deep\n/serial", "deep\n/batched"):
         table.add_column(name, justify="right")
     for result in results:

@@ -1,6 +1,7 @@
 """What the commands share: options made from settings, an engine, and the way from a request to its events."""
 
 import queue
+import sys
 import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,13 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from isobit import settings
+from isobit import kernels, settings
 from isobit.errors import IsobitError
 
 if TYPE_CHECKING:
     from isobit.engine.engine import Engine
     from isobit.engine.request import Event, Request
 
+COMPILING = "isobit: compiling kernels, once: the first reply takes a minute or two longer"
 KINDS = {int: "INTEGER", float: "NUMBER", str: "TEXT"}
 
 Folder = Annotated[Path, typer.Argument(metavar="DIR", help="Folder of the checkpoint.", show_default=False)]
@@ -53,14 +55,17 @@ MtpDraftsOption = Annotated[int, option(settings.MTP_DRAFTS)]
 NoDraftsOption = Annotated[bool, option(settings.NO_DRAFTS)]
 
 
-def open_engine(folder: Path, **chosen: Any) -> "Engine":
+def open_engine(folder: Path, always_tell: bool = False, **chosen: Any) -> "Engine":
     """Load the checkpoint; IsobitError when it cannot be served.
 
-    chosen: fields of EngineSettings. Unless they say otherwise, there is one lane and nothing is kept, which is what a
-    command needs that sends one request after the other.
+    always_tell: on standard error that kernels are compiled first, where that is no terminal too. chosen: fields of
+    EngineSettings. Unless they say otherwise, there is one lane and nothing is kept, which is what a command needs that
+    sends one request after the other.
     """
     from isobit.engine.engine import Engine, EngineSettings
 
+    if (always_tell or sys.stderr.isatty()) and kernels.none_kept():
+        print(COMPILING, file=sys.stderr, flush=True)
     return Engine(folder, EngineSettings(**{"parallel": 1, "prompt_cache_gib": 0.0, **chosen}))
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from isobit.cli.common import Json
-from isobit.errors import IsobitError
+from isobit.errors import IsobitError, counted
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -118,9 +118,10 @@ def _conclusion(report: "Report") -> str:
     gates = sum(len(op.checks) for op in report.ops)
     controls = sum(len(op.controls) for op in report.ops)
     failed = len(report.problems())
-    verdict = "The contract holds" if report.passed else f"The contract is broken in {failed} places"
+    verdict = "The contract holds" if report.passed else f"The contract is broken in {counted(failed, 'place')}"
     return (
-        f"{verdict}: {len(report.ops)} ops, {cases} cases, {gates} gates, {controls} controls; "
+        f"{verdict}: {counted(len(report.ops), 'op')}, {counted(cases, 'case')}, {counted(gates, 'gate')}, "
+        f"{counted(controls, 'control')}; "
         f"{report.seconds:.0f} s on the {report.device}."
     )
 

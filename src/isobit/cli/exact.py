@@ -8,6 +8,7 @@ import typer
 
 from isobit import settings
 from isobit.cli.common import DeviceOption
+from isobit.errors import counted
 
 
 def exact(
@@ -49,7 +50,6 @@ def exact(
     finally:
         laboratory.close()
     if not json:
-        print(
-            f"{count} cells, {different} different: {'every pair of values agrees' if not different else 'not exact'}"
-        )
+        verdict = "every pair of values agrees" if not different else "not exact"
+        print(f"{counted(count, 'cell')}, {different} different: {verdict}")
     raise typer.Exit(1 if different else 0)

@@ -7,14 +7,14 @@ from typing import Annotated
 import typer
 
 from isobit import settings
-from isobit.cli.common import DeviceOption
+from isobit.cli.common import DeviceOption, Folder
 from isobit.errors import IsobitError
 
 NEEDED = ("torch", "transformers", "huggingface_hub")
 
 
 def fidelity(
-    folder: Annotated[Path, typer.Argument(help="Folder of the checkpoint.", show_default=False)],
+    folder: Folder,
     tokens: Annotated[
         int | None,
         typer.Option(help="Positions to compare. Default: 96 past the indexer's budget.", min=1, show_default=False),

@@ -97,10 +97,18 @@ def generate(
         reply, finished = _reply(engine, request, show=not as_json)
         if as_json:
             print(json.dumps(_described(engine, request, reply, finished)))
-        elif finished.notice:
-            print(f"isobit: {finished.notice}", file=sys.stderr)
+        else:
+            _say_what_else(finished, chosen if seed is None and temperature else None)
     finally:
         engine.close()
+
+
+def _say_what_else(finished: "Finished", drawn_seed: int | None) -> None:
+    """What is no part of the reply, on standard error. drawn_seed: of a reply that nobody chose the seed of."""
+    if finished.notice:
+        print(f"isobit: {finished.notice}", file=sys.stderr)
+    if drawn_seed is not None:
+        print(f"isobit: --seed {drawn_seed} gives this reply again", file=sys.stderr)
 
 
 def _chat_tokens(tokenizer: "Tokenizer", text: str, system: str | None) -> list[int]:

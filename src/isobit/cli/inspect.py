@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from isobit.errors import counted
+
 if TYPE_CHECKING:
     from isobit.checkpoint.inspect import ClassReport, Inspection
 
@@ -70,7 +72,7 @@ def _title(inspection: "Inspection") -> str:
     parts = [f"{layers['delta']} DeltaNet and {layers['attention']} sparse attention layers"]
     parts += [f"{layers['ngram']} n-gram embedding"] if layers["ngram"] else []
     parts += ["MTP head"] if layers["mtp"] else []
-    return f"{', '.join(parts)}\nwindow {inspection.window:,} tokens, {inspection.files} files"
+    return f"{', '.join(parts)}\nwindow {inspection.window:,} tokens, {counted(inspection.files, 'file')}"
 
 
 def _row(report: "ClassReport") -> tuple[str, ...]:

@@ -54,6 +54,7 @@ def serve(
     with server.bind(host, port) as bound:
         engine = open_engine(
             folder,
+            always_tell=True,
             context=context,
             device=device,
             memory_gib=memory_gib,

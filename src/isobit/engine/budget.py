@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from isobit.engine import memory
-from isobit.errors import IsobitError
+from isobit.errors import IsobitError, counted
 from isobit.model.flash_next import FlashNext
 from isobit.model.state import pages_for
 from isobit.settings import MOST_LANES
@@ -41,8 +41,8 @@ def allot(model: FlashNext, limit: int, loaded: int, lanes: int | None, cache_by
     if pages < pages_for(model.context) or buffers < one_row:
         raise IsobitError(
             f"the memory limit is {memory.gib(limit)}, but process and weights take {memory.gib(loaded)}, the "
-            f"prompt cache {memory.gib(cache_bytes)}, {lanes} lanes {memory.gib(lanes * slot)}, the keys and values of "
-            f"{model.context} tokens {memory.gib(pages_for(model.context) * page)} and one row's buffers "
+            f"prompt cache {memory.gib(cache_bytes)}, {counted(lanes, 'lane')} {memory.gib(lanes * slot)}, the keys "
+            f"and values of {model.context} tokens {memory.gib(pages_for(model.context) * page)} and one row's buffers "
             f"{memory.gib(one_row)}: raise --memory-gib or lower --context, --parallel or --prompt-cache-gib"
         )
     drafted = quotient(buffers // 4, slot, most=lanes * DRAFTED_TOKENS)

@@ -23,7 +23,7 @@ from isobit.engine.rounds import Rounds
 from isobit.engine.settings import EngineSettings
 from isobit.engine.spill import SpillStore
 from isobit.engine.spill_writer import QUEUE_BYTES
-from isobit.errors import IsobitError, QueueFullError, RequestError
+from isobit.errors import IsobitError, QueueFullError, RequestError, counted
 from isobit.model.flash_next import FlashNext
 from isobit.model.load import load_model
 from isobit.model.state import StatePool
@@ -109,7 +109,8 @@ class Engine:
             if self._closing:
                 raise QueueFullError("the server is shutting down")
             if len(self._waiting) >= self.settings.queue:
-                raise QueueFullError(f"{len(self._waiting)} requests are waiting already: try again later")
+                waiting = counted(len(self._waiting), "request is", "requests are")
+                raise QueueFullError(f"{waiting} waiting already: try again later")
             self._waiting.append(ticket)
             self._work.notify()
         return ticket
@@ -202,12 +203,17 @@ class Engine:
                 f"token id {outside[0]} is outside the vocabulary: expected 0 to {self.config.vocab_size - 1}", "prompt"
             )
         if len(request.tokens) >= self.context:
-            raise RequestError(
-                f"the prompt has {len(request.tokens)} tokens, but the context holds {self.context} with the reply: "
-                "shorten the prompt or start the server with a larger --context",
-                "prompt",
-                "context_length_exceeded",
-            )
+            raise RequestError(self._too_long(len(request.tokens)), "prompt", "context_length_exceeded")
+
+    def _too_long(self, tokens: int) -> str:
+        window = self.config.max_position_embeddings
+        more = (
+            f"or raise --context, up to {window:,}" if self.context < window else "for the model knows no longer ones"
+        )
+        return (
+            f"the prompt has {counted(tokens, 'token')}, but the context holds {self.context:,} with the reply: "
+            f"shorten the prompt, {more}"
+        )
 
     def _context(self, asked: int | None) -> int:
         window = self.config.max_position_embeddings

@@ -16,6 +16,7 @@ from isobit.engine.prefill import segment_limit
 from isobit.engine.prompt_cache import Kind, PromptCache
 from isobit.engine.request import FinishReason, PromptProgress, Request, TokenEvent
 from isobit.engine.settings import EngineSettings
+from isobit.errors import counted
 from isobit.model.flash_next import FlashNext
 from isobit.model.plan import Plan, Segment
 from isobit.model.state import StateFullError, StatePool, pages_for
@@ -303,7 +304,10 @@ class Rounds:
             fitting //= 2
         if fitting == rows:
             return rows, None
-        return fitting, f"prompt segments of {fitting} rows, not {rows}: there is no memory for larger buffers"
+        return (
+            fitting,
+            f"prompt segments of {counted(fitting, 'row')}, not {rows:,}: there is no memory for larger buffers",
+        )
 
     def _can_buffer(self, rows: int) -> bool:
         needed = self.model.workspace_bytes(rows)

@@ -29,7 +29,7 @@ import numpy as np
 from isobit.checkpoint.store import read_tensors
 from isobit.engine.radix import Node, RadixTree, Tokens, as_tokens
 from isobit.engine.spill_writer import QUEUE_BYTES, SpillWriter, Write, checksum, unlink
-from isobit.errors import IsobitError
+from isobit.errors import IsobitError, counted
 from isobit.model.kept import Arrays, RowPiece
 from isobit.ops.version import ARITHMETIC_VERSION
 
@@ -268,8 +268,8 @@ class SpillStore:
             self._remove_rows(key)
         if self._foreign:
             log.warning(
-                "%d files in the spill folder %s belong to another checkpoint, device or version of isobit: ignored",
-                len(self._foreign),
+                "%s of another checkpoint, device or version of isobit in the spill folder %s: ignored",
+                counted(len(self._foreign), "file"),
                 self.folder,
             )
         self._make_room(0)

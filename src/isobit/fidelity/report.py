@@ -6,6 +6,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from isobit.errors import counted
 from isobit.fidelity.agreement import Agreement
 from isobit.fidelity.choices import Root
 from isobit.fidelity.compare import Difference, Report
@@ -24,7 +25,7 @@ def print_report(report: Report, console: Console) -> None:
 
 def report_lines(report: Report) -> Iterator[str]:
     """What is to be said between the table and the verdict."""
-    yield f"{report.tokens:,} positions, {report.past_budget:,} past the indexer's budget"
+    yield f"{counted(report.tokens, 'position')}, {report.past_budget:,} past the indexer's budget"
     if report.parts:
         worst = max(report.parts, key=lambda part: part.error)
         yield f"part by part, the furthest off is {worst.name}: {worst.error:.2e}"

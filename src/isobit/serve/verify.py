@@ -218,8 +218,8 @@ def _check_receipt(record: Recorded, parsed: Common, prompt_tokens: int, prompt_
     room = limit if receipt.context is None else max(1, receipt.context - prompt_tokens)
     if asked is not None and min(asked, room) != limit:
         raise ForgedError(
-            f"{record.where}: its request asks for at most {asked} tokens, but its receipt is of at most {limit}: it is "
-            "not its reply's"
+            f"{record.where}: its request asks for at most {asked} tokens, but its receipt is of at most {limit}: "
+            "it is not its reply's"
         )
 
 
