@@ -20,7 +20,7 @@ from isobit.checkpoint.groups import (
 from isobit.checkpoint.names import CLASSES, TensorGroup
 from isobit.checkpoint.reader import Checkpoint
 from isobit.checkpoint.store import TensorInfo
-from isobit.errors import CheckpointError
+from isobit.errors import CheckpointError, counted
 
 Layout = LinearLayout | EmbeddingLayout | NgramLayout | TensorInfo
 
@@ -176,4 +176,5 @@ def _notes(checkpoint: Checkpoint, used: set[str]) -> Iterator[str]:
     unused = [name for name in checkpoint.store.names if name not in used and not name.endswith(markers)]
     if unused:
         nbytes = sum(checkpoint.store.info(name).nbytes for name in unused)
-        yield f"{len(unused)} tensors ({nbytes} bytes) are not part of the text model, such as {unused[0]}"
+        tensors = counted(len(unused), "tensor is", "tensors are")
+        yield f"{tensors} not part of the text model ({nbytes:,} bytes), such as {unused[0]}"

@@ -5,9 +5,9 @@ is written at the speed of the disk, in bounded memory.
 """
 
 import json
-import secrets
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,9 @@ from isobit.checkpoint.synth_presets import PRESETS, Preset
 from isobit.checkpoint.synth_text import END_OF_TEXT, text_files
 from isobit.checkpoint.synth_values import Tensor
 from isobit.checkpoint.trellis import MULTIPLIERS, TILE, check_width
+from isobit.checkpoint.unfinished import unfinished_folder
 from isobit.checkpoint.weights import CODEBOOKS
-from isobit.errors import IsobitError
+from isobit.errors import CheckpointError, IsobitError
 
 ARCHITECTURE = "Qwen4ExpForConditionalGeneration"
 FORMAT_VERSION = "1.6.5"  # the exllamav3 release whose format this is
@@ -90,17 +91,17 @@ def synthesize(
     files = _files(layout, file_bytes)
     target = Path(folder).absolute()
     _check_target(target, sum(tensor.nbytes for tensors in files.values() for tensor in tensors.values()))
-    partial = target.with_name(f".{target.name}.{secrets.token_hex(4)}.partial")
-    partial.mkdir()
     try:
-        _write_texts(partial, text_config, _quantization(layout), files)
-        _write_tensors(partial, files, seed, progress or (lambda done, total: None))
-        if target.exists():
-            target.rmdir()
-        partial.rename(target)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
+        with unfinished_folder(target) as partial, _named_as(partial, target):
+            _write_texts(partial, text_config, _quantization(layout), files)
+            _write_tensors(partial, files, seed, progress or (lambda done, total: None))
+            if target.exists():
+                target.rmdir()
+            partial.rename(target)
+    except OSError as error:
+        raise IsobitError(
+            f"{target}: cannot be written ({error.strerror}); make room for it, or name another"
+        ) from None
     return target
 
 
@@ -150,6 +151,15 @@ def plan_layout(
         predictable=predictable,
     )
     return layout, text_config
+
+
+@contextmanager
+def _named_as(partial: Path, target: Path) -> Iterator[None]:
+    """Let errors name the folder that was asked for, not the hidden one."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise CheckpointError(str(error).replace(str(partial), str(target))) from None
 
 
 def _preset(name: str) -> Preset:

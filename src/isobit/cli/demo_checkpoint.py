@@ -50,9 +50,11 @@ def kept_or_temporary() -> Iterator[Path]:
 
 def _make(cache: Path, folder: Path) -> None:
     from isobit.checkpoint.synth import synthesize
+    from isobit.checkpoint.unfinished import unfinished_folder
 
-    with tempfile.TemporaryDirectory(prefix=f".{PRESET}-", dir=cache) as unfinished:
-        made = Path(unfinished) / "checkpoint"
+    # One name for all versions, so that each removes what killed ones of another have left.
+    with unfinished_folder(cache / PRESET) as unfinished:
+        made = unfinished / "checkpoint"
         synthesize(made, preset=PRESET)
         try:
             os.rename(made, folder)
