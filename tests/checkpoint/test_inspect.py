@@ -85,7 +85,7 @@ def test_what_is_not_used_is_noted(tmp_path):
     assert len(notes) == 3
     assert "without drafts" in notes[0]
     assert "sparkle" in notes[1]
-    assert "1 tensors (24 bytes)" in notes[2]
+    assert "1 tensor is not part of the text model (24 bytes)" in notes[2]
     assert "model.visual.patch.weight" in notes[2]
 
 
