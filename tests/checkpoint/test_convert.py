@@ -205,7 +205,7 @@ def test_the_folder_is_text_only_and_complete(source, converted):
 
 def test_a_killed_conversion_goes_on_where_it_was(small_source, small_converted, monkeypatch):
     target = small_source.parent / "killed"
-    command = [sys.executable, "-c", COMMAND, str(small_source), str(target), "--bits", "8"]
+    command = [sys.executable, "-c", COMMAND, str(small_source), str(target), "--bits", "8", "--device", "cpu"]
     with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
         pieces = target.with_name("killed.converting") / "pieces"
         wait_until(lambda: pieces.is_dir() and len(list(pieces.glob("*.npz"))) >= 2, process)
@@ -372,7 +372,8 @@ def test_the_command_says_what_it_costs(small_source, tmp_path):
     app = typer.Typer()
     app.command()(command)
     target = tmp_path / "exl3"
-    result = CliRunner().invoke(app, [str(small_source), str(target), "--bits", "8", "--codebook", "mcg"])
+    arguments = [str(small_source), str(target), "--bits", "8", "--codebook", "mcg", "--device", "cpu"]
+    result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     assert "Quantizing 0.16 M weights on the CPU: about" in result.output
     assert "small models" in result.output

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numba
 import numpy as np
 
 from isobit.checkpoint import exl3_folder
@@ -29,11 +28,11 @@ from isobit.checkpoint.quantize import (
     stored_tensors,
 )
 from isobit.checkpoint.reader import Checkpoint
-from isobit.checkpoint.search import search
 from isobit.checkpoint.store import NUMPY_TYPES, TensorInfo, TensorWriter
 from isobit.checkpoint.trellis import TILE, TILE_VALUES, check_width
 from isobit.checkpoint.weights import CODEBOOKS, NgramTable
 from isobit.checkpoint.work_folder import WorkFolder, work_path_of
+from isobit.checkpoint.workbench import CpuWorkbench, Workbench, workbench
 from isobit.errors import CheckpointError, IsobitError
 
 COPY_BYTES = 1 << 24
@@ -99,9 +98,10 @@ class Output:
 class Plan:
     """All jobs and outputs of a conversion; the outputs of the n-gram tables, `tables`, have a file of their own.
 
-    notes: what a user should know of the result, a line each.
+    notes: what a user should know of the result, a line each. bench: where the jobs work.
     """
 
+    bench: Workbench = field(default_factory=CpuWorkbench)
     jobs: list[Job] = field(default_factory=list)
     outputs: dict[str, Output] = field(default_factory=dict)
     tables: dict[str, Output] = field(default_factory=dict)
@@ -120,7 +120,7 @@ class Plan:
         by_width: dict[float, int] = {}
         for job in self.jobs:
             by_width[job.bits] = by_width.get(job.bits, 0) + job.weights
-        return sum(weights / _trial_rate(bits, codebook) for bits, weights in by_width.items())
+        return sum(weights / _trial_rate(self.bench, bits, codebook) for bits, weights in by_width.items())
 
 
 def convert(
@@ -128,24 +128,26 @@ def convert(
     target: str | Path,
     options: ConvertOptions,
     *,
+    device: str = "cpu",
     announce: Callable[[Plan], None] | None = None,
     progress: Progress | None = None,
 ) -> Path:
     """Quantize the folder `source` to the new folder `target`, which appears whole or not at all.
 
     An interrupted conversion goes on from its finished tensors when it is called again with the same options and an
-    unchanged source. announce is called with the plan before the first job, progress during the jobs.
-    Raises IsobitError for options that no checkpoint can have, a target that exists, a source that is no plain Flash
-    Next checkpoint or holds NaN, a disk that is too small.
+    unchanged source. device: "cpu" or "cuda", which changes no bit. announce is called with the plan before the first
+    job, progress during the jobs. Raises IsobitError for options that no checkpoint can have, a target that exists, a
+    source that is no plain Flash Next checkpoint or holds NaN, a disk that is too small, a GPU that cannot be used.
     """
     options.check()
+    bench = workbench(device)
     source, target = Path(source), Path(target)
     if target.exists() or target.is_symlink():
         work_path = work_path_of(target)
         left = f" ({work_path} is left from a conversion and may be removed)" if work_path.exists() else ""
         raise IsobitError(f"{target} exists already; name another folder, or remove it first{left}")
     with Checkpoint(source) as checkpoint:
-        plan = make_plan(checkpoint, options)
+        plan = make_plan(checkpoint, options, bench)
         _make_parent(target)
         with WorkFolder(target, _record(checkpoint, options)) as work:
             _check_space(work, plan)
@@ -164,8 +166,11 @@ def convert(
     return target
 
 
-def make_plan(checkpoint: Checkpoint, options: ConvertOptions) -> Plan:
-    """What a conversion of `checkpoint` does, from its headers; the small plain tensors are read to check them."""
+def make_plan(checkpoint: Checkpoint, options: ConvertOptions, bench: Workbench | None = None) -> Plan:
+    """What a conversion of `checkpoint` does, from its headers; the small plain tensors are read to check them.
+
+    bench: where the jobs will work, the CPU unless said.
+    """
     if checkpoint.config.quantization is not None:
         raise CheckpointError(
             f"{checkpoint.folder} is quantized already (config.json has a quantization_config); start from the "
@@ -175,7 +180,7 @@ def make_plan(checkpoint: Checkpoint, options: ConvertOptions) -> Plan:
         raise IsobitError(f"{checkpoint.folder} has no MTP head; leave --mtp-bits out")
     if options.ngram_bits is not None and not checkpoint.config.ple_layers:
         raise IsobitError(f"{checkpoint.folder} has no n-gram table; leave --ngram-bits out")
-    plan = Plan(notes=_notes(checkpoint))
+    plan = Plan(bench or CpuWorkbench(), notes=_notes(checkpoint))
     groups = list(required_tensors(checkpoint.config))
     if checkpoint.config.tie_word_embeddings:
         groups.append(_head(checkpoint))
@@ -213,7 +218,9 @@ def _plan_quantized(plan: Plan, checkpoint: Checkpoint, group: TensorGroup, opti
 
     def run(progress: JobProgress) -> dict[str, np.ndarray]:
         plain = checkpoint.source(group.name)
-        quantized = quantize_linear(plain.weight, bits, options.codebook, name=name, bias=plain.bias, progress=progress)
+        quantized = quantize_linear(
+            plain.weight, bits, options.codebook, name=name, bias=plain.bias, bench=plan.bench, progress=progress
+        )
         return stored_tensors(quantized)
 
     plan.jobs.append(Job(name, k * n, bits, run))
@@ -288,7 +295,7 @@ def _plan_quantized_table(plan: Plan, table: NgramTable, name: str, suffixes: li
         def run(progress: JobProgress) -> dict[str, np.ndarray]:
             rows = _widen(table.shards[shard][first : first + count], table.bfloat16)
             of_rows = _bias_of_rows(table, head_bias(), shard * table.shard_rows + first, count)
-            trellis = quantize_ngram_rows(rows, bits, of_rows, name=name)
+            trellis = quantize_ngram_rows(rows, bits, of_rows, name=name, bench=plan.bench)
             progress(count * table.width)
             return {"trellis": trellis}
 
@@ -466,11 +473,12 @@ def _quantization(options: ConvertOptions, plan: Plan, checkpoint: Checkpoint) -
     return quantization
 
 
-def _trial_rate(bits: float, codebook: str) -> float:
+def _trial_rate(bench: Workbench, bits: float, codebook: str) -> float:
     """Weights a second of the search at this width."""
-    tiles = np.linspace(-1, 1, 8 * TILE_VALUES, dtype=np.float32).reshape(8, TILE_VALUES)
-    threads = numba.get_num_threads()
-    search(tiles[:1], bits, codebook, threads)
+    count = bench.trial_tiles
+    values = np.linspace(-1, 1, count * TILE_VALUES, dtype=np.float32)
+    tiles = bench.placed(values.reshape(count, TILE_VALUES))
+    bench.host(bench.search(tiles[:1], bits, codebook))
     begin = time.perf_counter()
-    search(tiles, bits, codebook, threads)
-    return tiles.size / (time.perf_counter() - begin)
+    bench.host(bench.search(tiles, bits, codebook))
+    return values.size / (time.perf_counter() - begin)

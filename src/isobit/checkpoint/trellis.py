@@ -4,7 +4,9 @@ A *state* is a 16-bit number that a codebook maps to one half value. Neighbourin
 256 values takes 256*bits bits and a ring of n values n*bits bits; both wrap around.
 """
 
+import importlib
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -104,20 +106,18 @@ def pack_states(states: np.ndarray, bits: float) -> np.ndarray:
     return words.view(np.int16).reshape(*lead, -1)
 
 
-def tile_to_matrix(tiles: np.ndarray) -> np.ndarray:
-    """Values in position order -> matrix: [K/16, N/16, 256] -> [K, N]."""
+def tile_to_matrix(tiles: Any) -> Any:
+    """Values in position order -> matrix: [K/16, N/16, 256] -> [K, N], an array or a tensor."""
     tiles_k, tiles_n, _ = tiles.shape
-    square = np.empty_like(tiles)
-    square[:, :, tile_places()] = tiles
-    square = square.reshape(tiles_k, tiles_n, TILE, TILE)
-    return np.ascontiguousarray(square.transpose(0, 2, 1, 3)).reshape(tiles_k * TILE, tiles_n * TILE)
+    square = tiles[:, :, np.argsort(tile_places()).tolist()].reshape(tiles_k, tiles_n, TILE, TILE)
+    return square.swapaxes(1, 2).reshape(tiles_k * TILE, tiles_n * TILE)
 
 
-def matrix_to_tile(matrix: np.ndarray) -> np.ndarray:
-    """Inverse of `tile_to_matrix`: [K, N], multiples of 16 -> [K/16, N/16, 256]."""
+def matrix_to_tile(matrix: Any) -> Any:
+    """Inverse of `tile_to_matrix`: [K, N], multiples of 16 -> [K/16, N/16, 256], an array or a tensor."""
     k, n = matrix.shape
-    square = matrix.reshape(k // TILE, TILE, n // TILE, TILE).transpose(0, 2, 1, 3)
-    return np.ascontiguousarray(square).reshape(k // TILE, n // TILE, TILE_VALUES)[:, :, tile_places()]
+    square = matrix.reshape(k // TILE, TILE, n // TILE, TILE).swapaxes(1, 2)
+    return square.reshape(k // TILE, n // TILE, TILE_VALUES)[:, :, tile_places().tolist()]
 
 
 def dequantize_inner(linear: Exl3Linear) -> np.ndarray:
@@ -141,12 +141,21 @@ def dequantize(linear: Exl3Linear, dtype: DTypeLike = np.float64) -> np.ndarray:
     return result
 
 
-def butterfly(x: np.ndarray, width: int) -> np.ndarray:
-    """The unscaled Walsh-Hadamard transform of each `width` block of the last axis, strides 1, 2, ..., width/2."""
+def array_functions(values: Any) -> Any:
+    """NumPy for its arrays, PyTorch for its tensors: what both name alike can be called on either."""
+    return np if isinstance(values, np.ndarray) else importlib.import_module("torch")
+
+
+def butterfly(x: Any, width: int) -> Any:
+    """The unscaled Walsh-Hadamard transform of each `width` block of the last axis, strides 1, 2, ..., width/2.
+
+    x: an array or a tensor.
+    """
+    stack = array_functions(x).stack
     for stride in (1 << i for i in range(width.bit_length() - 1)):
         pairs = x.reshape(*x.shape[:-1], x.shape[-1] // (2 * stride), 2, stride)
         upper, lower = pairs[..., 0, :], pairs[..., 1, :]
-        x = np.stack((upper + lower, upper - lower), axis=-2).reshape(x.shape)
+        x = stack((upper + lower, upper - lower), axis=-2).reshape(x.shape)
     return x
 
 

@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from isobit import settings
+from isobit.cli.common import DeviceOption
 from isobit.errors import IsobitError
 
 if TYPE_CHECKING:
@@ -47,13 +49,15 @@ def convert(
     mtp_bits: MtpBitsOption = None,
     ngram_bits: NgramBitsOption = None,
     codebook: CodebookOption = "mul1",
+    device: DeviceOption = settings.DEVICE.default,
 ) -> None:
-    """Quantize a model to EXL3, without calibration. On the CPU this is for small models.
+    """Quantize a model to EXL3, without calibration. The device changes no bit; the CPU is for small models.
 
     DST appears when all is done. Interrupted at any time, the same command goes on from the tensors that were finished.
     """
     from isobit.checkpoint.convert import ConvertOptions
     from isobit.checkpoint.convert import convert as run
+    from isobit.engine.placement import chosen_device
 
     options = ConvertOptions(
         bits=_width(bits, "--bits"),
@@ -62,18 +66,21 @@ def convert(
         ngram_bits=ngram_bits,
         codebook=codebook,
     )
+    options.check()
+    computing = chosen_device(device)
     with _Progress() as progress:
 
         def announce(plan: "Plan") -> None:
             progress.say(
-                f"Quantizing {plan.weights / 1e6:,.2f} M weights on the CPU: {_spoken(plan.seconds(codebook))} in all, "
-                f"{plan.nbytes / 1e6:,.0f} MB. The CPU is for small models."
+                f"Quantizing {plan.weights / 1e6:,.2f} M weights on the {plan.bench.place_name}: "
+                f"{_spoken(plan.seconds(codebook))} in all, {plan.nbytes / 1e6:,.0f} MB."
+                + (" The CPU is for small models." if computing == "cpu" else "")
             )
             for note in plan.notes:
                 progress.say(f"note: {note}")
 
         try:
-            run(source, target, options, announce=announce, progress=progress)
+            run(source, target, options, device=computing, announce=announce, progress=progress)
         except KeyboardInterrupt:
             progress.say("Interrupted; finished tensors are kept. Run the same command to go on.")
             raise
