@@ -20,7 +20,7 @@ VECTORS: dict[str, tuple[str, Fill]] = {"ple.conv1d": ("F16", bell(0.04))}
 
 PLAIN = ("lm_head", "mtp.fc_embedding")  # linears that cannot be random trellises
 
-CERTAINTY = 4.0  # natural logarithm of how much likelier the successor is than all other tokens together
+CERTAINTY = 6.0  # natural logarithm of how much likelier the successor is than all other tokens together
 MIX = 0.5  # what the mean over gated streams leaves of a normed stream
 NEVER_LIKELY = (END_OF_TEXT, END_OF_TURN)  # so that replies are as long as they are asked for
 
