@@ -44,7 +44,7 @@ def run(phases, work=0, parts=PARTS):
     plan[0] = work
     places = np.array([place_of(phase) for phase in phases], np.int64)
     nothing = np.zeros((1, 1), np.float32)
-    parallel.run_parts(places, nothing, nothing, record, plan, 1, parts)
+    parallel.run_parts(places, nothing, nothing, record, plan, 1, parts, parallel.LONG_WORK)
     return record[:parts].tolist(), plan[1:].tolist()
 
 

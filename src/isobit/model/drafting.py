@@ -72,7 +72,7 @@ def _draft_rows(
         return out, model.logits(out, head.mixer)
 
     arrays = {"tokens": np.array(following, dtype=np.int32), "streams": residual}
-    return model.ops.passes.run(("draft", id(state)), PassInputs({TRUNK: batch}, arrays), draft)
+    return model.ops.passes.run(("draft", state), PassInputs({TRUNK: batch}, arrays), draft)
 
 
 def _length(model: FlashNext, state: StatePool, stream: Stream, wanted: int) -> int:

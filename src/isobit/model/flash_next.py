@@ -38,7 +38,7 @@ class FlashNext:
         Returns the logits [L, vocabulary] float32 of the rows that the plan asks for, in row order.
         """
         inputs = self._inputs(state, plan)
-        key = ("forward", id(state), state.journals_id if inputs.batches[TRUNK].journal_rows else None)
+        key = ("forward", state, state.journals_id if inputs.batches[TRUNK].journal_rows else None)
         logits = self.ops.passes.run(key, inputs, lambda given: self._rows(state, given, trace), trace is None)
         for segment in plan.segments:
             segment.stream.rows += len(segment.tokens)

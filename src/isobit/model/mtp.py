@@ -73,6 +73,8 @@ def completed_rows(batch: Batch) -> tuple[Batch | None, np.ndarray]:
 
     A segment at positions p.. completes the head's rows p-1..; position 0 completes none.
     """
+    if batch.first.all():
+        return Batch(batch.slots, batch.starts, batch.first - 1, batch.pages), np.arange(batch.rows)
     keep = np.flatnonzero(batch.positions > 0)
     if not len(keep):
         return None, keep

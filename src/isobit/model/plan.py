@@ -1,6 +1,7 @@
 """What one forward computes: segments of consecutive tokens of some streams."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -38,7 +39,7 @@ class Plan:
         if any(not segment.tokens for segment in self.segments):
             raise ValueError("a segment needs at least one token")
 
-    @property
+    @cached_property
     def starts(self) -> np.ndarray:
         """int32 [S+1], where each segment begins among the rows."""
         return np.cumsum([0] + [len(segment.tokens) for segment in self.segments], dtype=np.int32)

@@ -10,8 +10,6 @@ configure()
 
 import numba  # noqa: E402
 
-from isobit.ops.passes import EagerPasses  # noqa: E402
-
 OP_FOLDERS = (
     "linear",
     "embedding",
@@ -52,7 +50,9 @@ def device_kind(device: str) -> str:
 
 def _passes(device: str) -> Any:
     if device == "cpu":
-        return EagerPasses()
+        from isobit.ops.replay import TapePasses
+
+        return TapePasses()
     from isobit.cuda.graphs import GraphPasses
 
     return GraphPasses()

@@ -38,9 +38,16 @@ class Batch:
     def segments(self) -> int:
         return len(self.slots)
 
+    @property
+    def most_rows(self) -> int:
+        """The most rows that a stream of this batch may have after it: what its pages hold."""
+        return self.pages.shape[1] * PAGE_ROWS
+
     @cached_property
     def positions(self) -> np.ndarray:
         """int32 [R], each row's position in its stream."""
+        if self._is_one_row_each:
+            return self.first
         counts = np.diff(self.starts)
         offsets = np.arange(self.rows, dtype=np.int32) - np.repeat(self.starts[:-1], counts)
         return (np.repeat(self.first, counts) + offsets).astype(np.int32)
@@ -48,7 +55,12 @@ class Batch:
     @cached_property
     def segment_of_row(self) -> np.ndarray:
         """int32 [R], the segment that each row belongs to."""
-        return np.repeat(np.arange(self.segments, dtype=np.int32), np.diff(self.starts))
+        each = np.arange(self.segments, dtype=np.int32)
+        return each if self._is_one_row_each else np.repeat(each, np.diff(self.starts))
+
+    @cached_property
+    def _is_one_row_each(self) -> bool:
+        return self.rows == self.segments and bool((self.starts[1:] > self.starts[:-1]).all())
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,21 @@ from collections.abc import Callable
 
 import numpy as np
 
+from isobit.ops import tape
+
 _allocate: Callable[..., np.ndarray] = np.empty
 
 
 def empty(shape, dtype=np.float32) -> np.ndarray:
     """An uninitialised output array of `shape` and `dtype`; the op that asked for it must write every element."""
-    return _allocate(shape, dtype)
+    recorder = tape.recording()
+    return _allocate(shape, dtype) if recorder is None else recorder.arena.empty(shape, dtype)
+
+
+def scratch(shape, dtype=np.float32) -> np.ndarray:
+    """An uninitialised array for an op's own use, of which it may leave elements unwritten."""
+    recorder = tape.recording()
+    return np.empty(shape, dtype) if recorder is None else recorder.arena.empty(shape, dtype)
 
 
 def flat(array: np.ndarray) -> np.ndarray:

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from functools import lru_cache
 
 from isobit.ops import threads
+from isobit.ops.tape import do
 
 SERIAL_WORK = 1 << 17  # element operations that one core finishes before others would have started
 
@@ -21,8 +22,12 @@ def run_split(kernel: Callable[..., None], work: int, count: int, *arguments) ->
         return
     pieces = min(_forced_pieces or (threads() if work > SERIAL_WORK else 1), count)
     if pieces <= 1:
-        kernel(*arguments, 0, count)
-        return
+        do(kernel, *arguments, 0, count)
+    else:
+        do(_run_pieces, kernel, pieces, count, *arguments)
+
+
+def _run_pieces(kernel: Callable[..., None], pieces: int, count: int, *arguments) -> None:
     bounds = [piece * count // pieces for piece in range(pieces + 1)]
     pool = _pool(pieces - 1)
     others = [pool.submit(kernel, *arguments, bounds[i], bounds[i + 1]) for i in range(1, pieces)]

@@ -7,7 +7,7 @@ from numba import njit
 
 from isobit.errors import IsobitError
 from isobit.ops.batch import Batch
-from isobit.ops.buffers import empty
+from isobit.ops.buffers import empty, scratch
 from isobit.ops.convolution import convolve
 from isobit.ops.journal import journal_arguments
 from isobit.ops.lanes import (
@@ -103,9 +103,8 @@ def delta_rule(
     journal: [J, Hv, dk, dv], the pool's value after each row that the batch journals.
     """
     rows, heads = a.shape
-    q = np.empty((rows, handle.key_heads, handle.key_dim), np.float32)
-    k = np.empty_like(q)
-    decay, beta = np.empty((rows, heads), np.float32), np.empty((rows, heads), np.float32)
+    q, k = (scratch((rows, handle.key_heads, handle.key_dim)) for _ in range(2))
+    decay, beta = scratch((rows, heads)), scratch((rows, heads))
     arguments = qkv, a, b, handle.rate, handle.dt_bias, q, k, decay, beta
     run_split(gate_rows, 2 * q.size, rows, *arguments)
     out = empty((rows, heads * handle.value_dim))

@@ -9,6 +9,7 @@ from isobit.checkpoint.weights import PlainEmbedding, QuantizedEmbedding
 from isobit.errors import CheckpointError
 from isobit.ops.buffers import empty
 from isobit.ops.rings import decode_ring
+from isobit.ops.tape import do
 from isobit.ops.work import run_split
 
 __all__ = ["embed", "prepare_embedding"]
@@ -51,15 +52,19 @@ def prepare_embedding(weights: PlainEmbedding | QuantizedEmbedding) -> Embedding
 
 def embed(ids: np.ndarray, handle: EmbeddingHandle) -> np.ndarray:
     """The rows of int32 ids [R]: float32 [R, hidden]. Raises IndexError for an id outside the table."""
-    stored = handle.table[ids]
     out = empty((len(ids), handle.hidden))
+    do(_embed, ids, handle, out)
+    return out
+
+
+def _embed(ids: np.ndarray, handle: EmbeddingHandle, out: np.ndarray) -> None:
+    stored = handle.table[ids]
     if handle.signs is not None:
         run_split(decode_rows, 16 * out.size, len(ids), stored.view(np.uint16), handle.bits, handle.signs, out)
     elif handle.bfloat16:
         out[...] = (stored[:, : handle.hidden].astype(np.uint32) << 16).view(np.float32)
     else:
         out[...] = stored[:, : handle.hidden]
-    return out
 
 
 @njit(nogil=True, cache=True, error_model="numpy")

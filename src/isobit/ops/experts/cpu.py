@@ -15,6 +15,7 @@ from isobit.ops.linear.cpu import LinearHandle, prepare_linear, work_of
 from isobit.ops.linear.memory import place_of
 from isobit.ops.linear.parallel import parts_of, run_parts
 from isobit.ops.linear.product import FIELDS, PANELS_FLOATS
+from isobit.ops.tape import do
 
 __all__ = ["experts", "prepare_experts", "route"]
 
@@ -111,7 +112,8 @@ def _experts(
     rows, chosen = ids.shape
     pairs = rows * (chosen + 1)
     decoded = min(pairs, handle.routed + 1)
-    parts = parts_of(work_of(-(-pairs // decoded), decoded * handle.row_work // len(_PHASES)))
+    work = work_of(-(-pairs // decoded), decoded * handle.row_work // len(_PHASES))
+    parts = parts_of(work)
     pass_rows = min(rows, MOST_PASS_ROWS)
     column_blocks = min(max(1, ROW_BLOCKS // rows), -(-handle.hidden // BLOCK))
     sums_floats = max(min(rows, FEW_ROWS) * handle.most_columns, pass_rows * BLOCK)
@@ -122,8 +124,8 @@ def _experts(
     plan[grouping.HOW], plan[grouping.PASS_ROWS], plan[grouping.COLUMN_BLOCKS] = how, pass_rows, column_blocks
     plan[grouping.SHARED_FLOATS], plan[grouping.PART_FLOATS] = shared_floats, part_floats
     plan[grouping.SUMS_FLOATS] = sums_floats
-    grouping.fill_plan(ids, weights, handle.routed, plan)
-    run_parts(_PHASES, x, y, handle.record, plan, part_floats, parts, shared_floats)
+    do(grouping.fill_plan, ids, weights, handle.routed, plan)
+    run_parts(_PHASES, x, y, handle.record, plan, part_floats, parts, work, shared_floats)
 
 
 def _most_rows(handle: ExpertsHandle, chosen: int) -> int:

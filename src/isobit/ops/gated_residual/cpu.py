@@ -13,6 +13,7 @@ from isobit.ops.linear.parallel import LONG_WORK
 from isobit.ops.linear.product import BIAS, INPUT_SCALES
 from isobit.ops.norm.cpu import group_norm
 from isobit.ops.scalar import fma32
+from isobit.ops.tape import do
 from isobit.ops.work import run_split
 
 __all__ = ["add_streams", "expand_streams", "gated_read", "gated_write", "gated_write_read", "prepare_gated_residual"]
@@ -62,7 +63,7 @@ def prepare_gated_residual(
 def expand_streams(x: np.ndarray, streams: int) -> np.ndarray:
     """x in every stream: float32 [R, H] -> [R, S, H]."""
     out = empty((len(x), streams, x.shape[1]))
-    out[...] = x[:, None, :]
+    do(np.copyto, out, x[:, None, :])
     return out
 
 

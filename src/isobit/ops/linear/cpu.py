@@ -79,22 +79,18 @@ def linear(x: np.ndarray, handle: LinearHandle, how: int = BY_ROW_COUNT) -> np.n
     if width != handle.in_features:
         raise ValueError(f"linear: x has {width} columns, expected {handle.in_features}")
     y = buffers.empty((rows, handle.out_features))
-    parts = _parts(rows, handle)
+    work = work_of(rows, handle.in_features * handle.out_features)
+    parts = parts_of(work)
+    if rows <= FEW_ROWS and handle.stored_outputs <= handle.unit and not pieces_are_forced():
+        parts = 1  # each part would decode all tiles
     plan = _plan(rows, handle, parts, how)
-    run_parts(_PHASES, x, y, handle.record, plan, int(plan[PART_FLOATS]), parts)
+    run_parts(_PHASES, x, y, handle.record, plan, int(plan[PART_FLOATS]), parts, work)
     return y
 
 
 def work_of(rows: int, values: int) -> int:
     """About how many multiply-adds `rows` rows times a matrix of `values` weights cost, decoding included."""
     return (rows + DECODING) * values
-
-
-def _parts(rows: int, handle: LinearHandle) -> int:
-    """Into how many parts to cut a call. A few rows are not torn apart: each part would decode all tiles."""
-    if rows <= FEW_ROWS and handle.stored_outputs <= handle.unit and not pieces_are_forced():
-        return 1
-    return parts_of(work_of(rows, handle.in_features * handle.out_features))
 
 
 def _plan(rows: int, handle: LinearHandle, parts: int, how: int) -> np.ndarray:

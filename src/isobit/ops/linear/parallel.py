@@ -1,11 +1,14 @@
 """Running a compiled function in parts, one a thread: the one parallel loop of the linear and expert layers."""
 
+from typing import Any
+
 import numpy as np
 from numba import njit, types
 
-from isobit.ops import threads
+from isobit.ops import buffers, threads
 from isobit.ops.linear.memory import address_of, call
 from isobit.ops.linear.team import Team, are_done, do_parts, put_on_board
+from isobit.ops.tape import do
 from isobit.ops.work import pieces_are_forced
 
 LEAST_WORK = 1 << 19  # multiply-adds that are worth sharing with threads that are near
@@ -16,9 +19,7 @@ _team = Team()
 
 def parts_of(work: int) -> int:
     """Into how many parts to cut so many multiply-adds: 1 or one a thread."""
-    if pieces_are_forced() or work >= LONG_WORK or (work >= LEAST_WORK and threads() > 1 and _team.is_near()):
-        return threads()
-    return 1
+    return threads() if work >= LEAST_WORK or pieces_are_forced() else 1
 
 
 def run_parts(
@@ -29,18 +30,34 @@ def run_parts(
     plan: np.ndarray,
     part_floats: int,
     parts: int,
+    work: int,
     shared_floats: int = 0,
 ) -> None:
     """Call each phase(rows, x, y, record, plan, scratch, part, parts) for every part, one phase after the other.
 
     phases: addresses, int64. All arguments of a phase are int64, the arrays by address: x float32 [R, in], y float32
-    [R, out], record and plan int64, scratch float32 [shared_floats + parts * part_floats].
+    [R, out], record and plan int64, scratch float32 [shared_floats + parts * part_floats]. work: multiply-adds.
     Raises MemoryError before anything is written.
     """
-    scratch = np.empty(shared_floats + parts * part_floats, np.float32)
+    scratch = buffers.scratch(shared_floats + parts * part_floats)
     task = phases, x, y, record, plan, scratch, parts
-    if parts == 1 or not _team.run(_run_together, len(phases), parts, *task):
-        _run_alone(*task)
+    if parts == 1:
+        do(_run_alone, *task)
+    else:
+        do(_run_long if work >= LONG_WORK else _run_short, *task)
+
+
+def _run_short(phases: np.ndarray, *task: Any) -> None:
+    """Share a task with members that are near, if any are."""
+    if _team.is_near():
+        _run_long(phases, *task)
+    else:
+        _run_alone(phases, *task)
+
+
+def _run_long(phases: np.ndarray, *task: Any) -> None:
+    if not _team.run(_run_together, len(phases), task[-1], phases, *task):
+        _run_alone(phases, *task)
 
 
 # One signature, so that an array of another type is refused and not misread.

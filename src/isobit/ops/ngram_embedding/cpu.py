@@ -11,6 +11,7 @@ from isobit.ops.buffers import empty, flat
 from isobit.ops.journal import journal_arguments
 from isobit.ops.ngram_embedding.injection import inject_streams
 from isobit.ops.rings import decode_ring
+from isobit.ops.tape import do
 from isobit.ops.work import run_split
 
 __all__ = ["ngram_decode", "ngram_fetch", "ngram_gather", "ngram_ids", "ple_inject", "prepare_ple"]
@@ -87,14 +88,18 @@ def ngram_decode(fetched: np.ndarray, table: NgramTable) -> np.ndarray:
     stored = fetched.reshape(rows * heads, -1)
     out = empty((rows, heads * table.width))
     if table.bits is None:
-        stored_values = stored.astype(np.uint32) << 16 if table.bfloat16 else stored.astype(np.float32)
-        out[...] = stored_values.view(np.float32).reshape(out.shape)
+        do(_widen, stored, table.bfloat16, out)
     else:
         values = out.reshape(-1)
         run_split(decode_rows, 4 * out.size, rows * heads, stored.view(np.uint16), table.bits, table.width, values)
     if table.head_bias is not None:
-        add_bias(out, table.head_bias.astype(np.float32).ravel())
+        do(add_bias, out, table.head_bias.astype(np.float32).ravel())
     return out
+
+
+def _widen(stored: np.ndarray, bfloat16: bool, out: np.ndarray) -> None:
+    values = stored.astype(np.uint32) << 16 if bfloat16 else stored.astype(np.float32)
+    out[...] = values.view(np.float32).reshape(out.shape)
 
 
 def gather_stored(table: NgramTable, ids: np.ndarray) -> np.ndarray:

@@ -6,6 +6,8 @@ import numpy as np
 
 from isobit.ops.batch import Batch
 from isobit.ops.buffers import empty
+from isobit.ops.journal import journal_arguments
+from isobit.ops.tape import do
 
 __all__ = ["fill_rows", "put_rows", "shift_rows", "split_columns", "take_rows", "to_host", "zeros"]
 
@@ -25,9 +27,13 @@ def to_host(x: np.ndarray) -> np.ndarray:
 def take_rows(x: np.ndarray, indices: Indices) -> np.ndarray:
     """A copy of rows `indices` of x: [len(indices), ...]."""
     out = empty((len(indices), *x.shape[1:]), x.dtype)
+    do(_copy_rows, x, indices, out)
+    return out
+
+
+def _copy_rows(x: np.ndarray, indices: Indices, out: np.ndarray) -> None:
     for i, index in enumerate(indices):
         out[i] = x[index]
-    return out
 
 
 def put_rows(x: np.ndarray, indices: Indices, values: np.ndarray) -> None:
@@ -49,19 +55,25 @@ def shift_rows(x: np.ndarray, last: np.ndarray, batch: Batch, journal: np.ndarra
     the pool's value after each row that the batch journals.
     """
     out = empty(x.shape, x.dtype)
-    for segment, slot in enumerate(batch.slots):
-        start, end = batch.starts[segment], batch.starts[segment + 1]
-        out[start] = last[slot]
-        out[start + 1 : end] = x[start : end - 1]
-        last[slot] = x[end - 1]
-    if journal is not None and batch.journal is not None:
-        rows = np.flatnonzero(batch.journal >= 0)
-        journal[batch.journal[rows]] = x[rows]
+    do(_shift, x, last, batch.starts, batch.slots, *journal_arguments(batch, journal, last), out)
     return out
+
+
+def _shift(x, last, starts, slots, places, journal, out) -> None:
+    for segment, slot in enumerate(slots):
+        start, end = starts[segment], starts[segment + 1]
+        out[start] = last[slot]
+        if end > start + 1:
+            out[start + 1 : end] = x[start : end - 1]
+        last[slot] = x[end - 1]
+    for row, place in enumerate(places):
+        if place >= 0:
+            journal[place] = x[row]
 
 
 def split_columns(x: np.ndarray, column: int) -> tuple[np.ndarray, np.ndarray]:
     """Copies of the columns before `column` and from it on: [R, N] -> [R, column], [R, N - column]."""
     left, right = empty((len(x), column), x.dtype), empty((len(x), x.shape[1] - column), x.dtype)
-    left[...], right[...] = x[:, :column], x[:, column:]
+    do(np.copyto, left, x[:, :column])
+    do(np.copyto, right, x[:, column:])
     return left, right

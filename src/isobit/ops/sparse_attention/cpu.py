@@ -7,7 +7,7 @@ import numpy as np
 from isobit.errors import CheckpointError
 from isobit.ops import threads
 from isobit.ops.batch import PAGE_ROWS, AttentionCache, Batch, Selection
-from isobit.ops.buffers import empty
+from isobit.ops.buffers import empty, scratch
 from isobit.ops.lanes import LANES
 from isobit.ops.sparse_attention.cpu_read import PART_KEYS, finish_rows, read_parts
 from isobit.ops.sparse_attention.cpu_select import choose_blocks, score_rows
@@ -132,12 +132,12 @@ def select_together(together: int, index_q, handle, cache, batch, keep_scores: b
     """`attention_select` with scans of the index keys by `together` rows; scans by one row are cut up as well."""
     sizes, rows = handle.sizes, len(index_q)
     blocks, counts = empty((rows, sizes.kept_blocks), np.int32), empty((rows,), np.int32)
-    most = (_highest_position(batch) // (sizes.block * GROUP) + 1) * GROUP
+    most = (batch.most_rows // (sizes.block * GROUP) + 1) * GROUP
     scored = most > sizes.kept_blocks or keep_scores
     scores: list[np.ndarray] | None = [] if keep_scores else None
     query = index_q.reshape(-1)
     for first, last in _chunks(rows, most if scored else 1):
-        totals = np.empty((last - first, most), np.float32)
+        totals = scratch((last - first, most))
         if scored:
             span = most if together > 1 else max(GROUP, -(-most // threads() // GROUP) * GROUP)
             work = (last - first) * most * sizes.index_heads * sizes.index_dim // 4
@@ -157,13 +157,13 @@ def attention_read(q_gate, selection: Selection, handle: Attention, cache: Atten
     """Attend over the selected keys; float32 [R, heads * head_dim], times the sigmoid of the gates."""
     sizes, rows = handle.sizes, len(q_gate)
     out = empty((rows, sizes.heads * sizes.head_dim))
-    most_keys = min(_highest_position(batch) + 1, (sizes.kept_blocks + 1) * sizes.block - 1)
+    most_keys = min(batch.most_rows, (sizes.kept_blocks + 1) * sizes.block - 1)
     most_parts = -(-most_keys // PART_KEYS)
     row_floats = sizes.heads * most_parts * (LANES + padded(sizes.head_dim))
     q_gate, flat_out = q_gate.reshape(-1), out.reshape(-1)
     keys, values = cache.keys.reshape(-1), cache.values.reshape(-1)
     for first, last in _chunks(rows, row_floats):
-        records = np.empty((last - first) * row_floats, np.float32)
+        records = scratch((last - first) * row_floats)
         _run_parts(
             read_parts, (last - first) * most_keys * sizes.heads * sizes.head_dim // 4, sizes, handle.eps, q_gate,
             handle.q_weight, handle.cosines, handle.sines, batch.segment_of_row, batch.positions, batch.pages,
@@ -174,10 +174,6 @@ def attention_read(q_gate, selection: Selection, handle: Attention, cache: Atten
             first, last, most_parts, records, flat_out,
         )  # fmt: skip
     return out
-
-
-def _highest_position(batch: Batch) -> int:
-    return int(batch.positions.max(initial=0))
 
 
 def _chunks(rows: int, row_floats: int) -> list[tuple[int, int]]:

@@ -1,0 +1,95 @@
+"""Small forwards that are replayed give the bytes of the same forwards step by step."""
+
+import numpy as np
+import pytest
+
+from isobit.checkpoint.reader import Checkpoint
+from isobit.model.drafting import propose_mtp
+from isobit.model.load import load_model
+from isobit.model.plan import Plan, Segment
+from isobit.ops import load_ops, set_threads, threads
+
+STREAMS = 3
+STEPS = 240
+
+
+@pytest.fixture(scope="module")
+def models(make_checkpoint):
+    """The same model twice: step by step, and replayed."""
+    checkpoint = Checkpoint(make_checkpoint("test"))
+    loaded = [load_model(checkpoint, load_ops("cpu"), context=1024) for _ in range(2)]
+    loaded[0].ops.passes.enabled = False
+    return loaded
+
+
+@pytest.fixture(params=[1, 2])
+def thread_count(request):
+    before = threads()
+    set_threads(request.param)
+    yield
+    set_threads(before)
+
+
+def test_replayed_forwards_drafts_and_states_are_the_same_bytes(models, thread_count):
+    rng = np.random.default_rng(7)
+    states = [model.new_state(STREAMS, 40) for model in models]
+    streams = [[state.open() for _ in range(STREAMS)] for state in states]
+    for step in range(STEPS):
+        chosen = sorted(rng.choice(STREAMS, rng.integers(1, STREAMS + 1), replace=False).tolist())
+        segments = [a_segment(rng, step) for _ in chosen]
+        logits = [
+            model.forward(state, Plan(tuple(Segment(own[i], *s) for i, s in zip(chosen, segments, strict=True))))
+            for model, state, own in zip(models, states, streams, strict=True)
+        ]
+        assert logits[0].tobytes() == logits[1].tobytes()
+        for i, (tokens, _, journal) in zip(chosen, segments, strict=True):
+            if journal:
+                kept = int(rng.integers(1, len(tokens) + 1))
+                for state, own in zip(states, streams, strict=True):
+                    state.settle(own[i], kept)
+        if step % 3 == 0:
+            drafts = [
+                propose_mtp(model, state, [own[i] for i in chosen], [step % 50] * len(chosen), 3)
+                for model, state, own in zip(models, states, streams, strict=True)
+            ]
+            assert drafts[0] == drafts[1]
+        poison(models[1])
+    for i in range(STREAMS):
+        assert states[0].digest(streams[0][i]) == states[1].digest(streams[1][i])
+    tapes = models[1].ops.passes._tapes.values()
+    assert len(tapes) > 10
+    assert {batch.journal_rows > 0 for tape in tapes for batch in tape.inputs.given.batches.values()} == {True, False}
+
+
+def a_segment(rng, step):
+    """A prompt's rows at first, then one row or a verify window."""
+    count = 20 if step < 2 else int(rng.choice([1, 1, 2]))
+    tokens = tuple(rng.integers(0, 300, count).tolist())
+    return tokens, "all" if count == 2 else "last", count == 2
+
+
+def poison(model):
+    """Overwrite what the last forward left in memory that the next one must not read before it has written it."""
+    for block in model.ops.passes.arena.blocks:
+        block[:] = b"\xff" * len(block)
+
+
+def test_outputs_stay_as_they_are(models):
+    model = models[1]
+    state = model.new_state(1, 4)
+    stream = state.open()
+    outputs = [model.forward(state, Plan((Segment(stream, (token,)),))) for token in (1, 2, 3, 4)]
+    kept = [output.tobytes() for output in outputs]
+    model.forward(state, Plan((Segment(stream, (5,)),)))
+    assert [output.tobytes() for output in outputs] == kept
+
+
+def test_forwards_of_many_rows_and_other_states_are_not_replayed(models):
+    model = models[1]
+    before = len(model.ops.passes._tapes)
+    for _ in range(3):
+        state = model.new_state(1, 4)
+        stream = state.open()
+        model.forward(state, Plan((Segment(stream, (1,) * 30),)))
+        model.forward(state, Plan((Segment(stream, (2,)),)))
+    assert len(model.ops.passes._tapes) == before
