@@ -9,6 +9,7 @@ from isobit.engine.guard import (
     FIRST_PLAIN,
     FIRST_REST,
     JUDGED_ROUNDS,
+    LONGEST_FIRST_REST,
     LONGEST_REST,
     PLAIN_EVERY,
     TRIAL_LOSS,
@@ -89,6 +90,36 @@ def test_an_ended_lane_does_not_count_as_resting():
     guard.close()
     guard.close()
     assert counters.resting == 0
+
+
+def test_a_lane_goes_on_with_the_rest_of_the_one_before():
+    first, counters = DraftGuard(), DraftCounters()
+    rounds_until(first, False, 0, 1.0)
+    for _ in range(FIRST_REST - 5):
+        first.rest()
+    second = DraftGuard(counters, first.rests)
+    assert not second.open
+    assert counters.resting == 1
+    assert rounds_until(second, True, 0, 1.0) == 5
+    rounds_until(second, False, 0, 1.0)
+    assert rounds_until(second, True, 0, 1.0) == 2 * FIRST_REST
+    assert counters.resting == 0
+
+
+def test_a_lane_rests_only_so_long_at_first():
+    first = DraftGuard()
+    for _ in range(6):
+        rounds_until(first, False, 0, 1.0)
+        rounds_until(first, True, 0, 1.0)
+    rounds_until(first, False, 0, 1.0)
+    assert rounds_until(DraftGuard(None, first.rests), True, 0, 1.0) == LONGEST_FIRST_REST
+
+
+def test_drafts_that_pay_are_begun_with_at_once():
+    first = DraftGuard()
+    for _ in range(JUDGED_ROUNDS):
+        first.observe(2, 1.0)
+    assert DraftGuard(None, first.rests).open
 
 
 def test_what_drafts_cost_is_told_in_tokens_and_not_moved_by_slow_outliers():

@@ -217,6 +217,7 @@ class Drafter:
         self.most_tokens = most_tokens
         self.counters = {proposer.name: DraftCounters() for proposer in self.proposers}
         self.costs = RoundCosts()
+        self._rests: dict[str, tuple[int, int]] = {}
         self._clock = clock
         self._proposing_seconds = 0.0
 
@@ -227,11 +228,12 @@ class Drafter:
             MatchIndex(tokens),
             sampling,
             {name: RunningDepth() for name in self.counters},
-            {name: DraftGuard(counters) for name, counters in self.counters.items()},
+            {name: DraftGuard(counters, self._rests.get(name)) for name, counters in self.counters.items()},
         )
 
     def close(self, lane: LaneDrafts) -> None:
         """The lane ends."""
+        self._rests = {name: guard.rests for name, guard in lane.guards.items()}
         for guard in lane.guards.values():
             guard.close()
 

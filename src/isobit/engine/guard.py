@@ -5,13 +5,14 @@ from dataclasses import dataclass
 from statistics import median
 
 REMEMBERED = 9  # rounds of one kind whose median is what such a round costs
-FIRST_PLAIN = 2  # rounds without drafts before the first with some, to compare with
+FIRST_PLAIN = 4  # rounds without drafts before the first with some, to compare with
 PLAIN_EVERY = 48  # rounds with drafts after which one goes without, to compare anew
 TRIAL_ROUNDS = 8  # drafted rounds after which drafts must pay
 TRIAL_LOSS = 2.0  # tokens that a trial may cost before that
 JUDGED_ROUNDS = 32  # the latest drafted rounds that a guard judges by
 FIRST_REST = 64  # rounds without drafts after the first stop; each further one is twice as long
 LONGEST_REST = 2048
+LONGEST_FIRST_REST = 128  # of a new lane, whose text may be of another kind than the last one's
 
 
 class RoundCosts:
@@ -61,13 +62,22 @@ class DraftGuard:
     Drafts stop when, over the last JUDGED_ROUNDS drafted rounds, they cost more tokens than were accepted: more by
     TRIAL_LOSS in the first TRIAL_ROUNDS, which are a trial. After a rest there is another trial; each rest is twice as
     long as the one before, until drafts have paid for JUDGED_ROUNDS in a row.
+
+    after: the rests (see `rests`) of the lane that ended last; a new one goes on with them, so that requests which
+    follow each other do not each have a trial to lose.
     """
 
-    def __init__(self, counters: DraftCounters | None = None) -> None:
+    def __init__(self, counters: DraftCounters | None = None, after: tuple[int, int] | None = None) -> None:
         self.counters = counters if counters is not None else DraftCounters()
         self._judged: deque[float] = deque(maxlen=JUDGED_ROUNDS)
-        self._rest = FIRST_REST
-        self._rest_left = 0
+        self._rest, left = after if after is not None else (FIRST_REST, 0)
+        self._rest_left = min(left, LONGEST_FIRST_REST)
+        self.counters.resting += self._rest_left > 0
+
+    @property
+    def rests(self) -> tuple[int, int]:
+        """Rounds that its next rest takes, and rounds that are left of the present one."""
+        return self._rest, self._rest_left
 
     @property
     def open(self) -> bool:
