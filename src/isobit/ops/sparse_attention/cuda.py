@@ -44,7 +44,7 @@ class Staging(NamedTuple):
 
 FEW_ALONE = Staging(64, 4)  # where there is a multiprocessor for each block
 FEW = Staging(64, 2)
-MANY = Staging(32, 3, rows=3, through_l1=True)
+MANY = Staging(32, 3, rows=1, through_l1=True)
 
 
 @dataclass(frozen=True)
