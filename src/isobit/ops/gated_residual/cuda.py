@@ -9,7 +9,15 @@ import torch
 from isobit.cuda import kernels, memory
 from isobit.ops.linear import cuda as linear_layer
 from isobit.ops.linear.cuda_layers import TILE, HalfLayer, LinearHandle
-from isobit.ops.norm.cuda import MANY_ROWS_WARPS, MOST_FEW_ROWS, WARP, group_norm, held_values
+from isobit.ops.norm.cuda import (
+    FLOAT_BYTES,
+    MANY_ROWS_WARPS,
+    MOST_FEW_ROWS,
+    STAGED_THREADS,
+    WARP,
+    group_norm,
+    held_values,
+)
 
 __all__ = ["add_streams", "expand_streams", "gated_read", "gated_write", "gated_write_read", "prepare_gated_residual"]
 
@@ -18,8 +26,7 @@ STREAMS, LAYERS = "ops/gated_residual/streams.cu", "ops/gated_residual/layers.cu
 DOWN, MIX = "ops/gated_residual/down.cu", "ops/gated_residual/mix.cu"
 THREADS = 256
 ADD_THREADS = 128
-FLOAT_BYTES = 4
-NORM_THREADS, FETCH_BLOCKS = 128, 16  # that norm a stream; blocks that ask for a site's weights
+FETCH_BLOCKS = 16  # that ask for a site's weights
 ROW_TILE, MOST_OWN_ROWS = 8, 8  # rows of a product's operand; up to how many rows each block activates them itself
 DOWN_ROWS, DOWN_TILES = 64, 21  # of a block of down.cu
 DOWN_SHARED = (3 * DOWN_TILES * 4 + 2 * ROW_TILE * 4) * WARP * 16  # bytes
@@ -220,7 +227,7 @@ def norm_streams(
     sizes = rows * count, count, hidden, site.eps
     arrays = streams, injection, y, site.norm_weight, normed
     grid = rows * count + FETCH_BLOCKS
-    kernel(grid, NORM_THREADS, *arrays, *sizes, *weights[0], *weights[1], shared=site.norm_shared)
+    kernel(grid, STAGED_THREADS, *arrays, *sizes, *weights[0], *weights[1], shared=site.norm_shared)
     return normed
 
 

@@ -3,6 +3,7 @@
 // HELD: how many of a stream's values a lane keeps in registers; 0: it is walked through twice. VALUES: how many
 // neighbouring ones a thread takes at once.
 #include "device.cuh"
+#include "ops/norm/staged.cuh"
 
 // streams [rows, count, width] = x [rows, width] in every stream.
 extern "C" __global__ void expand_streams(const float* __restrict__ x, float* __restrict__ streams, int count,
@@ -93,26 +94,20 @@ DEVICE void fetch(const unsigned char* weights, int64 bytes, int thread, int thr
 #endif
 }
 
-constexpr int NORM_THREADS = 128;
-
-DEVICE void stage(float* shared, const float* values, int width) {
-    for (int at = 4 * threadIdx.x; at < width; at += 4 * NORM_THREADS) copy_async_16(shared + at, values + at);
-}
-
 // For few rows. normed [n, width] = the norm of streams [n, width] times 1 + weight [count, width], a block a stream;
 // where there is a y, streams += injection * y before, as write_streams. Blocks past the streams ask for the weights of
 // what follows. The width is a multiple of 4, and all rows lie at multiples of 16 bytes.
-extern "C" __global__ void __launch_bounds__(NORM_THREADS, 1)
+extern "C" __global__ void __launch_bounds__(STAGED_THREADS, 1)
 norm_streams(float* __restrict__ streams, const float* __restrict__ injection, const float* __restrict__ y,
              const float* __restrict__ weight, float* __restrict__ normed, int streams_in_all, int count, int width,
              float eps, const unsigned char* first_weights, int64 first_bytes, const unsigned char* second_weights,
              int64 second_bytes) {
     DYNAMIC_SHARED(float, own);
-    __shared__ float found;
+    __shared__ float inverse;
     const int stream = blockIdx.x, thread = threadIdx.x;
     if (stream >= streams_in_all) {
-        const int fetching = (stream - streams_in_all) * NORM_THREADS + thread;
-        const int threads = (gridDim.x - streams_in_all) * NORM_THREADS;
+        const int fetching = (stream - streams_in_all) * STAGED_THREADS + thread;
+        const int threads = (gridDim.x - streams_in_all) * STAGED_THREADS;
         fetch(first_weights, first_bytes, fetching, threads);
         fetch(second_weights, second_bytes, fetching, threads);
         return;
@@ -121,29 +116,19 @@ norm_streams(float* __restrict__ streams, const float* __restrict__ injection, c
     float* out = normed + static_cast<int64>(stream) * width;
     float* factors = own + width;
     float* added = factors + width;
-    stage(own, values, width);
-    stage(factors, weight + static_cast<int64>(stream % count) * width, width);
-    if (y) stage(added, y + static_cast<int64>(stream / count) * width, width);
+    stage_floats(own, values, width);
+    stage_floats(factors, weight + static_cast<int64>(stream % count) * width, width);
+    if (y) stage_floats(added, y + static_cast<int64>(stream / count) * width, width);
     copy_async_commit();
     const float strength = y ? injection[stream] : 0.0f;
     copy_async_wait<0>();
     __syncthreads();
     if (y) {
-        for (int at = thread; at < width; at += NORM_THREADS)
+        for (int at = thread; at < width; at += STAGED_THREADS)
             values[at] = own[at] = fma32(strength, added[at], own[at]);
         __syncthreads();
     }
-    if (thread < WARP) {
-        float squares = 0.0f;
-#pragma unroll 16
-        for (int at = thread; at < width; at += WARP) squares = fma32(own[at], own[at], squares);
-        const float inverse = inverse_rms(squares, width, eps);
-        if (!thread) found = inverse;
-    }
-    __syncthreads();
-    const float inverse = found;
-#pragma unroll 4
-    for (int at = thread; at < width; at += NORM_THREADS) out[at] = (own[at] * inverse) * (1.0f + factors[at]);
+    norm_staged(own, factors, out, width, eps, &inverse);
 }
 
 // inverse [n] = 1 / sqrt(mean of squares + eps) of each of streams [n, width], a warp a stream.

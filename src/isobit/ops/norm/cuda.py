@@ -14,6 +14,9 @@ MOST_FEW_ROWS = 64
 WARP = 32
 MANY_ROWS_WARPS = 4  # a block
 HELD_UNIT, MOST_HELD = 16, 96  # values a lane keeps in registers
+SOURCE = "ops/norm/norm.cu"
+STAGED_THREADS, MOST_STAGED = 128, 12 << 10  # of a block that stages a group; values of a group, at most
+FLOAT_BYTES = 4
 
 _placed: dict[int, torch.Tensor] = {}
 
@@ -34,10 +37,20 @@ def group_norm(x: torch.Tensor, weight: torch.Tensor, groups: int, eps: float, h
     if not count:
         return out
     few = how == FEW_ROWS or (how == BY_ROW_COUNT and len(x) <= MOST_FEW_ROWS)
+    if few and _can_be_staged(width, x, weight, out):
+        kernel = kernels.load(SOURCE, "norm_few_groups", HELD=0)
+        shared = 2 * width * FLOAT_BYTES
+        kernel(count, STAGED_THREADS, x, weight, out, width, groups, float(eps), shared=shared)
+        return out
     warps = 1 if few else MANY_ROWS_WARPS
-    kernel = kernels.load("ops/norm/norm.cu", "norm_groups", HELD=held_values(width))
+    kernel = kernels.load(SOURCE, "norm_groups", HELD=held_values(width))
     kernel(-(-count // warps), warps * WARP, x, weight, out, count, width, groups, float(eps))
     return out
+
+
+def _can_be_staged(width: int, *arrays: torch.Tensor) -> bool:
+    """Whether a block can hold a group and its weights, copied 16 bytes at a time."""
+    return width % 4 == 0 and width <= MOST_STAGED and not any(array.data_ptr() % 16 for array in arrays)
 
 
 def held_values(width: int) -> int:

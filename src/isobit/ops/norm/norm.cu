@@ -1,9 +1,10 @@
-// RMS norm of groups of a row, one warp a group: lane j is accumulator j of the lane sum.
+// RMS norm of groups of a row: lane j of a warp is accumulator j of the lane sum.
 //
 // HELD: how many of a group's values a lane keeps in registers; 0: the group is read twice.
 #include "device.cuh"
+#include "ops/norm/staged.cuh"
 
-// x, y [groups_in_all, width]; group i has part i mod parts of weight [parts, width].
+// A warp a group. x, y [groups_in_all, width]; group i has part i mod parts of weight [parts, width].
 extern "C" __global__ void norm_groups(const float* __restrict__ x, const float* __restrict__ weight,
                                        float* __restrict__ y, int groups_in_all, int width, int parts, float eps) {
     const int lane = threadIdx.x % WARP;
@@ -34,4 +35,19 @@ extern "C" __global__ void norm_groups(const float* __restrict__ x, const float*
 #pragma unroll 8
     for (int at = lane; at < width; at += WARP) y[begin + at] = (x[begin + at] * inverse) * (1.0f + factors[at]);
 #endif
+}
+
+// The same with a block a group; the width is a multiple of 4, and all rows lie at multiples of 16 bytes.
+extern "C" __global__ void __launch_bounds__(STAGED_THREADS, 1)
+norm_few_groups(const float* __restrict__ x, const float* __restrict__ weight, float* __restrict__ y, int width,
+                int parts, float eps) {
+    DYNAMIC_SHARED(float, own);
+    __shared__ float inverse;
+    const int64 begin = static_cast<int64>(blockIdx.x) * width;
+    stage_floats(own, x + begin, width);
+    stage_floats(own + width, weight + static_cast<int64>(blockIdx.x % parts) * width, width);
+    copy_async_commit();
+    copy_async_wait<0>();
+    __syncthreads();
+    norm_staged(own, own + width, y + begin, width, eps, &inverse);
 }
