@@ -326,7 +326,7 @@ def leave_within_the_body(url: str) -> None:
 @pytest.mark.parametrize(("grace", "finishes"), [(60, True), (0, False)])
 def test_a_signal_lets_running_replies_finish_for_the_grace_time(test_checkpoint, grace, finishes):
     process, url = start(test_checkpoint, "--grace", str(grace), "--parallel", "3")
-    asked = {"max_tokens": 300 if finishes else 2000, "stream": True, "ignore_eos": True, "draft": False}
+    asked = {"max_tokens": 900 if finishes else 2000, "stream": True, "ignore_eos": True, "draft": False}
     begun = threading.Barrier(4, timeout=60)
 
     def last_event(seed: int) -> dict:
