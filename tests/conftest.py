@@ -1,6 +1,7 @@
 """Checkpoints that many tests read, each written once a run. Tests must not change them: copy first."""
 
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,8 @@ def emulated_cuda() -> Iterator[None]:
     """CUDA ops run on the emulator, on CPU tensors; with ISOBIT_TEST_GPU=1 on the machine's GPU."""
     from isobit.cuda import memory
 
+    if shutil.which(os.environ.get("CXX", "g++")) is None and os.environ.get("ISOBIT_TEST_GPU") != "1":
+        pytest.skip("the emulator of CUDA kernels needs a C++ compiler: install g++")
     memory.emulate(os.environ.get("ISOBIT_TEST_GPU") != "1")
     try:
         yield

@@ -43,10 +43,10 @@ class GatedDeltaNet:
         """[R, H] -> [R, H]."""
         ops, pools = run.ops, run.state.recurrent
         conv, recurrent = f"{self.name}.conv", f"{self.name}.recurrent"
-        qkv = ops.causal_conv(ops.linear(x, self.in_qkv), self.delta, pools[conv], run.batch, run.journal(conv))
-        a, b = ops.linear(x, self.in_a), ops.linear(x, self.in_b)
+        qkv, z, a, b = ops.linears(x, (self.in_qkv, self.in_z, self.in_a, self.in_b))
+        qkv = ops.causal_conv(qkv, self.delta, pools[conv], run.batch, run.journal(conv))
         mixed = ops.delta_rule(qkv, a, b, self.delta, pools[recurrent], run.batch, run.journal(recurrent))
-        return ops.linear(ops.gated_norm(mixed, ops.linear(x, self.in_z), self.delta), self.out)
+        return ops.linear(ops.gated_norm(mixed, z, self.delta), self.out)
 
 
 @dataclass(frozen=True)
@@ -65,22 +65,25 @@ class SparseAttention:
     def __call__(self, run: Pass, x: Array) -> Array:
         """[R, H] -> [R, H]."""
         ops, cache = run.ops, run.state.caches[self.name]
-        index_q = self.write(run, x)
+        q, *written = ops.linears(x, (self.q, self.index_qk, self.k, self.v))
+        index_q = self._write(run, *written)
         keep_scores = run.trace is not None
         selection = ops.attention_select(index_q, self.attention, cache, run.batch, keep_scores=keep_scores)
         if run.trace is not None:
             record = run.trace.layer(self.name)
             record.blocks, record.block_counts = selection.blocks, selection.counts
             record.block_scores = selection.scores
-        mixed = ops.attention_read(ops.linear(x, self.q), selection, self.attention, cache, run.batch)
+        mixed = ops.attention_read(q, selection, self.attention, cache, run.batch)
         return ops.linear(mixed, self.out)
 
-    def write(self, run: Pass, x: Array) -> Array:
+    def write(self, run: Pass, x: Array) -> None:
+        """Write the keys and values of x [R, H] to the cache."""
+        self._write(run, *run.ops.linears(x, (self.index_qk, self.k, self.v)))
+
+    def _write(self, run: Pass, index_qk: Array, k: Array, v: Array) -> Array:
         """Write the rows' keys and values to the cache; returns the indexer's queries."""
-        ops = run.ops
-        index_q, index_k = ops.split_columns(ops.linear(x, self.index_qk), self.index_split)
-        k, v = ops.linear(x, self.k), ops.linear(x, self.v)
-        ops.attention_write(k, v, index_k, self.attention, run.state.caches[self.name], run.batch)
+        index_q, index_k = run.ops.split_columns(index_qk, self.index_split)
+        run.ops.attention_write(k, v, index_k, self.attention, run.state.caches[self.name], run.batch)
         return index_q
 
 
@@ -162,4 +165,5 @@ class Layer:
             else:
                 x, injection = ops.gated_write_read(streams, *unwritten, site)
             unwritten = injection, block(run, x)
+        assert unwritten is not None
         return unwritten

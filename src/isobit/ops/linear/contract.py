@@ -17,6 +17,7 @@ from isobit.ops.linear.cpu import (
     MOST_ROWS,
     ROW_BY_ROW,
     linear,
+    linears,
     prepare_linear,
 )
 
@@ -26,6 +27,7 @@ HOW = {
     "in panels": IN_PANELS,
     "by row count": BY_ROW_COUNT,
 }
+IN_COMPANY = "in company"  # as one of several layers of the same x
 FEW_FORMATS = (("mul1", 3), ("mul1", 2.5), ("mcg", 4), ("3inst", 5))
 
 
@@ -33,7 +35,7 @@ class LinearOp:
     """Every row is its own stream."""
 
     name = "linear"
-    implementations: tuple[str, ...] = tuple(HOW)
+    implementations: tuple[str, ...] = (*HOW, IN_COMPANY)
     row_edges = (3, GROUP_ROWS, FEW_ROWS, 2 * GROUP_ROWS)
 
     def cases(self, rng: np.random.Generator, full: bool) -> Iterator[Case]:
@@ -61,7 +63,10 @@ class LinearOp:
         return prepare_linear(case.inputs["weights"])
 
     def call(self, implementation: str, case: Case, state: Any, plan: Sequence[Span]) -> Outputs:
-        return {"y": linear(given(case.inputs["x"][stream_of_row(plan)]), state, HOW[implementation])}
+        x = given(case.inputs["x"][stream_of_row(plan)])
+        if implementation == IN_COMPANY:
+            return {"y": linears(x, [state, state])[1]}
+        return {"y": linear(x, state, HOW[implementation])}
 
     def final_state(self, case: Case, state: Any) -> Outputs:
         return {}

@@ -1,5 +1,6 @@
 """The linear layer on the CPU: preparing weights, and one call for any number of rows."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from dataclasses import field as field_of
 
@@ -30,7 +31,7 @@ from isobit.ops.linear.stored import PREPARED_ROWS, check_plain, check_trellis, 
 from isobit.ops.linear.tiles import FLOAT32, TileFormat, tile_format, trellis_format
 from isobit.ops.work import pieces_are_forced
 
-__all__ = ["linear", "prepare_linear"]
+__all__ = ["linear", "linears", "prepare_linear"]
 
 BY_ROW_COUNT, ROW_BY_ROW, IN_PANELS, FEW_BY_FEW = 0, 1, 2, 3  # how to compute; the first is what the model uses
 MOST_ROWS = 256  # that one thread prepares at a time; their sums and one block of their inputs fit its cache
@@ -86,6 +87,11 @@ def linear(x: np.ndarray, handle: LinearHandle, how: int = BY_ROW_COUNT) -> np.n
     plan = _plan(rows, handle, parts, how)
     run_parts(_PHASES, x, y, handle.record, plan, int(plan[PART_FLOATS]), parts, work)
     return y
+
+
+def linears(x: np.ndarray, handles: Sequence[LinearHandle]) -> list[np.ndarray]:
+    """Several layers of the same x: what `linear` gives for each."""
+    return [linear(x, handle) for handle in handles]
 
 
 def work_of(rows: int, values: int) -> int:

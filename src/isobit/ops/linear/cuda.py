@@ -1,5 +1,6 @@
 """The linear layer on CUDA: tensor cores for trellis and half weights, float32 chains for what half cannot hold."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -19,7 +20,7 @@ from isobit.ops.linear.cuda_layers import (
     trellis_defines,
 )
 
-__all__ = ["linear", "prepare_linear"]
+__all__ = ["linear", "linears", "prepare_linear"]
 
 BY_ROW_COUNT, FEW_ROWS, MANY_ROWS, OWN_PRODUCT = 0, 1, 2, 3  # how to compute; the first is what the model uses
 WARP = 32
@@ -66,6 +67,26 @@ def linear(x: torch.Tensor, handle: LinearHandle, how: int = BY_ROW_COUNT) -> to
     else:
         many_rows(x, handle, y, how == OWN_PRODUCT)
     return y
+
+
+def linears(x: torch.Tensor, handles: Sequence[LinearHandle]) -> list[torch.Tensor]:
+    """Several layers of the same x: what `linear` gives for each; few rows side by side."""
+    if len(x) > MOST_FEW_ROWS or memory.is_emulated():
+        return [linear(x, handle) for handle in handles]
+    main = torch.cuda.current_stream()
+    forked, outputs = main.record_event(), [linear(x, handles[0])]
+    for side, handle in zip(_side_streams(), handles[1:], strict=False):
+        with torch.cuda.stream(side):
+            side.wait_event(forked)
+            outputs.append(linear(x, handle))
+            main.wait_event(side.record_event())
+    return outputs + [linear(x, handle) for handle in handles[len(outputs) :]]
+
+
+@cache
+def _side_streams() -> tuple[torch.cuda.Stream, ...]:
+    """Streams for layers beside another; what they allocate is used on the main stream only until they wait for it."""
+    return tuple(torch.cuda.Stream() for _ in range(3))
 
 
 def few_rows(x: torch.Tensor, handle: TrellisLayer | HalfLayer, y: torch.Tensor) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from isobit.checkpoint.weights import PlainLinear
 from isobit.cuda import memory
 from isobit.ops.cases import stream_of_row
 from isobit.ops.contract import Case, Outputs, Span, register
@@ -18,7 +19,7 @@ IMPLEMENTATIONS = {"few_rows": cuda.FEW_ROWS, "many_rows": cuda.MANY_ROWS, "own_
 class CudaLinearOp(contract.LinearOp):
     """Few rows from tiles decoded in registers, many from expanded weights through cuBLAS or the own product."""
 
-    implementations = tuple(IMPLEMENTATIONS)
+    implementations = (*IMPLEMENTATIONS, contract.IN_COMPANY)
     row_edges = (8, 16, 32, cuda.MOST_FEW_ROWS)
 
     def cases(self, rng: np.random.Generator, full: bool) -> Iterator[Case]:
@@ -29,7 +30,12 @@ class CudaLinearOp(contract.LinearOp):
         return cuda.prepare_linear(case.inputs["weights"])
 
     def call(self, implementation: str, case: Case, state: Any, plan: Sequence[Span]) -> Outputs:
-        rows, how = stream_of_row(plan), IMPLEMENTATIONS[implementation]
+        rows = stream_of_row(plan)
+        if implementation == contract.IN_COMPANY:
+            companion = cuda.prepare_linear(PlainLinear("companion", np.ones((48, state.in_features), np.float32)))
+            _, y = cuda.linears(on_device(case.inputs["x"][rows]), [companion, state])
+            return to_host({"y": y})
+        how = IMPLEMENTATIONS[implementation]
         most = cuda.MOST_FEW_ROWS if how == cuda.FEW_ROWS else len(rows)
         pieces = [rows[first : first + most] for first in range(0, len(rows), most)]
         parts = [cuda.linear(on_device(case.inputs["x"][piece]), state, how) for piece in pieces]
