@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -72,9 +73,12 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--segment", type=int, default=8192)
+    parser.add_argument("--after", type=Path, help="load at once, but measure only when this file exists")
     arguments = parser.parse_args()
     lab = Lab(arguments.layers)
     print(f"loaded {torch.cuda.memory_allocated() / 1e9:.1f} GB in {lab.load_seconds:.1f} s", flush=True)
+    while arguments.after and not arguments.after.exists():
+        time.sleep(0.5)
     results: list[dict] = []
 
     def note(what: str, ms: float, floor_ms: float) -> None:
