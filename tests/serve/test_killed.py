@@ -18,7 +18,7 @@ from tests.serve.processes import ServerProcess
 
 CONTEXT = 400
 PROMPTS = 24
-OPTIONS = ("--context", str(CONTEXT), "--parallel", "4", "--threads", "1")
+OPTIONS = ("--context", str(CONTEXT), "--parallel", "4", "--threads", "1", "--device", "cpu")
 
 
 def body(number: int) -> dict:

@@ -20,7 +20,7 @@ CASES = 24
 NO_HTTP = "WARNING:  Invalid HTTP request received."
 RESTING_THREADS = 40  # the event loop's workers stay for a while
 SAMPLE_SECONDS = 0.25
-GROWTH_MIB = 12  # what sampling noise and the allocator's arenas may add between two halves of the measured time
+GROWTH_MIB = 24 if SECONDS < 60 else 8  # the allocator is still filling its arenas in a short run
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,6 @@ def test_load_changes_no_reply_and_leaves_nothing_behind(test_checkpoint, known,
         assert metrics["running"] == metrics["queue_length"] == 0
         assert min(metrics["cache_hits_total"], metrics["cache_spilled_total"]) > 0
         server.wait_until_idle(10)
-        print([round(m) for m in memory[::8]])
         assert_flat(memory)
         assert server.usage.num_fds() <= before[0] + 4
         assert server.usage.num_threads() <= before[1] + RESTING_THREADS
