@@ -27,10 +27,11 @@ pytestmark = pytest.mark.usefixtures("emulated_cuda")
 
 SOME_WIDTHS = (1, 1.5, 2, 2.5, 3, 3.5, 4, 6, 8) if os.environ.get("ISOBIT_TEST_GPU") != "1" else WIDTHS
 OTHER_SHAPES = (
-    SearchShape((3, 3), 1, False),
-    SearchShape((3, 3), 2, True, 1024),
-    SearchShape((4, 4), 4, True),
-    SearchShape((6, 6), 1, True, 1024),
+    SearchShape((3, 3), 1, 2, False),
+    SearchShape((3, 3), 1, 2, True),
+    SearchShape((3, 3), 2, 1, True, 1024),
+    SearchShape((4, 4), 4, 1, True),
+    SearchShape((6, 6), 1, 1, True, 1024),
 )
 
 
@@ -198,6 +199,6 @@ def test_a_missing_gpu_is_one_line(monkeypatch, tmp_path):
 
 def test_too_little_shared_memory_is_one_line(monkeypatch):
     monkeypatch.setattr(search_cuda, "HOPPER_SHARED_BYTES", 100 << 10)
-    assert search_cuda.best_shape(3) == SearchShape((3, 3), 2, False)
+    assert search_cuda.best_shape(3) == SearchShape((3, 3), 1, 2, False)
     with pytest.raises(DeviceError, match=r"at 1 bits needs 128 KiB.* have 97; use --device cpu"):
         search_cuda.best_shape(1)

@@ -12,18 +12,26 @@ from isobit.cuda.errors import DeviceError
 
 SOURCE = "checkpoint/search.cu"
 RUN = 8  # leaving u that a thread takes at once
+PADDING = 32  # costs
 TABLE_BYTES = 2 * STATES
 STATIC_BYTES = 2 << 10  # of shared memory, at most
 RESERVED_BYTES = 1 << 10  # of shared memory, which every block gives to the system
 HOPPER_SHARED_BYTES = 228 << 10  # of a multiprocessor; what the emulator stands for
+# (together, buffers, table_in_shared), the fastest first.
+SHAPES = ((2, 2, True), (2, 1, True), (1, 2, True), (1, 1, True), (1, 2, False), (1, 1, False))
 
 
 @dataclass(frozen=True)
 class SearchShape:
-    """How the kernel is cut: fresh bits of even and odd positions, rings a thread, the codebook's place, threads."""
+    """How the kernel is cut; no bit depends on it.
+
+    fresh: new bits of even and odd positions; together: rings that a thread advances at once; buffers: 2 if a block
+    keeps the costs of two positions, else 1; table_in_shared: whether the codebook lies in shared memory.
+    """
 
     fresh: tuple[int, int]
     together: int
+    buffers: int
     table_in_shared: bool
     threads: int = 512
 
@@ -34,14 +42,16 @@ class SearchShape:
         return max(1, self.threads // least_runs) * self.together
 
     @property
-    def costs(self) -> int:
-        """The most paths that a ring keeps from one position to the next."""
-        return 1 << (STATE_BITS - self.fresh[0])
+    def note_bytes(self) -> int:
+        """What a ring notes at each position: a byte for each path that is kept, or two for 16 marks."""
+        paths = 1 << (STATE_BITS - self.fresh[0])
+        return 2 * paths if self.fresh[0] == 4 else paths
 
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block."""
-        return 4 * self.rings * self.costs + (TABLE_BYTES if self.table_in_shared else 0)
+        costs = (1 << (STATE_BITS - self.fresh[0])) + (PADDING if self.fresh[1] <= 6 else 0)
+        return 4 * self.buffers * self.rings * costs + (TABLE_BYTES if self.table_in_shared else 0)
 
     def kernel(self) -> kernels.Kernel:
         """The kernel of this shape."""
@@ -53,6 +63,7 @@ class SearchShape:
             ODD=odd,
             THREADS=self.threads,
             TOGETHER=self.together,
+            BUFFERS=self.buffers,
             TABLE_IN_SHARED=int(self.table_in_shared),
         )
 
@@ -72,7 +83,7 @@ def search(targets: torch.Tensor, bits: float, codebook: str, shape: SearchShape
         return states
     table = memory.to_device(codebook_values(codebook).view(np.int16))
     blocks = min(memory.multiprocessors(), -(-count // chosen.rings))
-    workspace = memory.empty((blocks * length * chosen.rings * chosen.costs,), torch.uint8)
+    workspace = memory.empty((blocks * length * chosen.rings * chosen.note_bytes,), torch.uint8)
     chosen.kernel()(
         blocks,
         chosen.threads,
@@ -91,7 +102,7 @@ def search(targets: torch.Tensor, bits: float, codebook: str, shape: SearchShape
 def best_shape(bits: float) -> SearchShape:
     """The fastest shape of this width that the GPU's shared memory holds."""
     limit = _shared_bytes() - RESERVED_BYTES - STATIC_BYTES
-    shapes = [SearchShape(fresh_bits(bits), rings, in_shared) for in_shared in (True, False) for rings in (2, 1)]
+    shapes = [SearchShape(fresh_bits(bits), *sizes) for sizes in SHAPES]
     for shape in shapes:
         if shape.shared_bytes <= limit:
             return shape
