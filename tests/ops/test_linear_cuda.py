@@ -108,17 +108,18 @@ def test_passes_of_few_outputs_change_nothing(name, monkeypatch):
     x, weights = rows_of(name, 70)
     handle = cuda.prepare_linear(weights)
     expected = on_host(x, handle)
-    monkeypatch.setattr(cuda_products, "WIDE_OUTPUTS", 128)
-    monkeypatch.setattr(cuda_products, "WIDE_ROWS", 33)
+    monkeypatch.setattr(cuda_products, "SCRATCH_VALUES", 128 * 33)
+    monkeypatch.setattr(cuda_products, "PASS_ROWS", (33,))
     assert on_host(x, handle).tobytes() == expected.tobytes()
 
 
 def test_passes_cover_every_output_once():
-    done = np.zeros((5000, 9000), np.int8)
-    for part in cuda_products.passes(5000, 9000, 1):
+    done = np.zeros((9000, 5000), np.int8)
+    for part in cuda_products.passes(9000, 5000, 12):
         rows = slice(part.first_row, part.first_row + part.rows)
         done[rows, part.first_output : part.first_output + part.outputs] += 1
         assert part.rows <= part.stored_rows
+        assert 12 * part.stored_rows * part.outputs <= cuda_products.SCRATCH_VALUES
     assert (done == 1).all()
 
 

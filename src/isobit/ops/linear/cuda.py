@@ -26,6 +26,7 @@ BY_ROW_COUNT, FEW_ROWS, MANY_ROWS, OWN_PRODUCT = 0, 1, 2, 3  # how to compute; t
 WARP = 32
 ALIGNED = 16  # bytes that a vector load takes
 ROW_WARPS = 8  # of a block that rotates rows
+WARP_ROWS = 4  # of many, that a warp rotates
 ROW_THREADS = 256
 TURNS = 4  # warps that share a column of tiles
 MOST_COLUMNS = 3
@@ -209,7 +210,7 @@ def many_rows(x: torch.Tensor, handle: TrellisLayer | HalfLayer, y: torch.Tensor
     weights, bounds = expanded(handle), handle.shard_bounds
     parts = handle.parts if isinstance(handle, HalfLayer) else 1
     halves = sums = memory.empty((0,))
-    for part in cuda_products.passes(len(x), handle.stored_outputs, handle.shards):
+    for part in cuda_products.passes(len(x), handle.stored_outputs, handle.shards * parts):
         rows = slice(part.first_row, part.first_row + part.rows)
         if part.first_output == 0:
             halves = memory.empty((parts, part.stored_rows, handle.stored_inputs), torch.float16)
@@ -229,7 +230,7 @@ def round_inputs(x: torch.Tensor, handle: TrellisLayer | HalfLayer, halves: torc
     parts, stored_rows, columns = halves.shape
     if isinstance(handle, TrellisLayer):
         rotate = kernels.load("ops/linear/inputs.cu", "rotate_many")
-        grid = handle.input_blocks, -(-rows // ROW_WARPS)
+        grid = handle.input_blocks, -(-rows // (ROW_WARPS * WARP_ROWS))
         rotate(grid, ROW_THREADS, x, handle.suh, halves, rows, width, handle.input_blocks, is_whole(x))
     else:
         rounded = kernels.load("ops/linear/inputs.cu", "round_many")
@@ -246,7 +247,7 @@ def finish_outputs(
     shape = shards * parts, stored_rows, columns
     if isinstance(handle, TrellisLayer):
         rotate = kernels.load("ops/linear/outputs.cu", "rotate_outputs")
-        grid = columns // BLOCK, -(-rows // ROW_WARPS)
+        grid = columns // BLOCK, -(-rows // (ROW_WARPS * WARP_ROWS))
         first_block = first_output // BLOCK
         rotate(grid, ROW_THREADS, sums, *shape, first_block, rows, handle.svh, handle.bias, y, outputs)
     else:

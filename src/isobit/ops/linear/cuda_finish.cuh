@@ -100,22 +100,27 @@ DEVICE void finish_block(const Finish& finish, int row, int block, float v[4], i
     store_outputs(finish, row, column, v);
 }
 
-// Count `count` arrivals at a counter; whether they complete it, in every thread of the block. It is then 0 again.
-DEVICE bool arrives_last(int* counter, int count, int expected) {
-    __shared__ int last;
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        __threadfence();
+// Count `count` arrivals at a counter by one thread; whether they complete it, which then is 0 again. What others wrote
+// before their arrivals is then to be seen.
+DEVICE bool completes(int* counter, int count, int expected) {
 #ifdef EMULATED
-        const int before = *counter;
-        *counter += count;
+    const int before = *counter;
+    *counter += count;
 #else
-        const int before = atomicAdd(counter, count);
+    int before;
+    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;"
+                 : "=r"(before) : "l"(counter), "r"(count) : "memory");
 #endif
-        last = before + count == expected;
-        if (last) *counter = 0;
-        __threadfence();
-    }
+    if (before + count != expected) return false;
+    *counter = 0;
+    return true;
+}
+
+// The same for a whole block, in all of its threads.
+DEVICE bool arrives_last(int* counter, int count, int expected) {
+    __shared__ bool last;
+    __syncthreads();
+    if (threadIdx.x == 0) last = completes(counter, count, expected);
     __syncthreads();
     return last;
 }

@@ -12,7 +12,8 @@ OWN_TILE = 128  # rows and outputs of a block
 OWN_THREADS = 256
 OWN_SHARED = 4 * 2 * OWN_TILE * 64  # bytes: stages of a tile of inputs and one of weights
 PASS_ROWS = (128, 256, 512, 1024, 1536, 2048, 3072, 4096, 6144, 8192)  # that cuBLAS is called with: it sums by them
-WIDE_OUTPUTS, WIDE_ROWS = 4096, 2048  # of a pass whose sums are read from the cache again
+SCRATCH_VALUES = 1 << 28  # of a pass's sums, at most: 1 GiB
+OUTPUT_BLOCK = 128  # that are rotated together
 CHECKED_ARCHITECTURES = ((9, 0),)
 
 Bounds = list[tuple[int, int]]
@@ -29,13 +30,13 @@ class Pass:
     stored_rows: int
 
 
-def passes(rows: int, outputs: int, shards: int) -> Iterator[Pass]:
-    """Cut a product so that the sums of a wide layer stay in the cache until its rotation; row after row."""
-    wide = outputs >= WIDE_OUTPUTS and shards == 1
-    most_rows = min(WIDE_ROWS, PASS_ROWS[-1]) if wide else PASS_ROWS[-1]
-    most_outputs = WIDE_OUTPUTS if wide else outputs
+def passes(rows: int, outputs: int, terms: int) -> Iterator[Pass]:
+    """Cut a product whose outputs are sums of `terms` chains so that each pass fits the scratch; row after row."""
+    most_rows = PASS_ROWS[-1]
     for first_row in range(0, rows, most_rows):
         count = min(rows - first_row, most_rows)
+        blocks = SCRATCH_VALUES // (terms * stored_rows(count) * OUTPUT_BLOCK)
+        most_outputs = max(1, blocks) * OUTPUT_BLOCK
         for first_output in range(0, outputs, most_outputs):
             width = min(outputs - first_output, most_outputs)
             yield Pass(first_row, count, first_output, width, stored_rows(count))

@@ -2,7 +2,7 @@
 #include "device.cuh"
 #include "ops/linear/rotate.cuh"
 
-constexpr int INPUT_WARPS = 8;
+constexpr int INPUT_WARPS = 8, WARP_ROWS = 4;
 
 // For few rows: store_operand's order. grid (ceil(rows * K / 128 / 8)), 256 threads: a warp a row and block.
 extern "C" __global__ void rotate_few(
@@ -14,15 +14,25 @@ extern "C" __global__ void rotate_few(
     store_operand(operand, rotated_inputs(from, block, inputs, whole, scales, lane), rows, row, block, lane);
 }
 
-// For many rows: half [rows, 128 * blocks]. grid (blocks, ceil(rows / 8)), 256 threads.
+// For many rows: half [rows, 128 * blocks]. grid (blocks, ceil(rows / 32)), 256 threads: a warp four rows.
 extern "C" __global__ void rotate_many(
     const float* x, const half_bits* scales, half_bits* halves, int rows, int inputs, int blocks, int whole) {
-    const int lane = threadIdx.x % WARP, row = blockIdx.y * INPUT_WARPS + threadIdx.x / WARP;
-    if (row >= rows) return;
-    const int block = blockIdx.x;
-    const uint2 pairs = rotated_inputs(x + static_cast<int64>(row) * inputs, block, inputs, whole, scales, lane);
-    const int64 at = (static_cast<int64>(row) * blocks + block) * ROTATION + 4 * lane;
-    *reinterpret_cast<uint2*>(halves + at) = pairs;
+    const int lane = threadIdx.x % WARP, block = blockIdx.x, column = block * ROTATION + 4 * lane;
+    const int first_row = (blockIdx.y * INPUT_WARPS + threadIdx.x / WARP) * WARP_ROWS;
+    if (first_row >= rows) return;
+    float v[WARP_ROWS][4], scale[4];
+#pragma unroll
+    for (int i = 0; i < WARP_ROWS; i++) {
+        const int row = smaller(first_row + i, rows - 1);
+        load_inputs(x + static_cast<int64>(row) * inputs, column, inputs, whole, v[i]);
+    }
+    load_halves(scales + column, scale);
+#pragma unroll
+    for (int i = 0; i < WARP_ROWS; i++) {
+        const uint2 pairs = rotated(v[i], scale, lane);
+        const int64 at = (static_cast<int64>(first_row + i) * blocks + block) * ROTATION + 4 * lane;
+        if (first_row + i < rows) *reinterpret_cast<uint2*>(halves + at) = pairs;
+    }
 }
 
 // Plain layers of many rows: half [parts, stored_rows, columns], zeros past the inputs. Part 0 is x rounded, part 1, if

@@ -47,17 +47,22 @@ DEVICE void load_inputs(const float* row, int column, int inputs, bool whole, fl
     for (int i = 0; i < 4; i++) v[i] = column + i < inputs ? row[column + i] : 0.0f;
 }
 
-// Inputs 4 * lane to 4 * lane + 3 of a block of 128, scaled, rotated and rounded to half: two packed pairs.
+// Values 4 * lane to 4 * lane + 3 of a block of 128, scaled, rotated and rounded to half: two packed pairs.
+DEVICE uint2 rotated(float v[4], const float scale[4], int lane) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) v[i] = v[i] * scale[i];
+    rotate_128(v, lane);
+    return make_uint2(pack_half2(half_of(v[0]), half_of(v[1])), pack_half2(half_of(v[2]), half_of(v[3])));
+}
+
+// The same of a row's inputs.
 DEVICE uint2 rotated_inputs(
     const float* row, int block, int inputs, bool whole, const half_bits* scales, int lane) {
     const int column = block * ROTATION + 4 * lane;
     float v[4], scale[4];
     load_inputs(row, column, inputs, whole, v);
     load_halves(scales + column, scale);
-#pragma unroll
-    for (int i = 0; i < 4; i++) v[i] = v[i] * scale[i];
-    rotate_128(v, lane);
-    return make_uint2(pack_half2(half_of(v[0]), half_of(v[1])), pack_half2(half_of(v[2]), half_of(v[3])));
+    return rotated(v, scale, lane);
 }
 
 // Put a row's block of rotated inputs where few_rows finds it: in the order of the B operand's registers, uint4
