@@ -99,7 +99,13 @@ DEVICE = Setting(
 )
 THREADS = Setting("threads", int, None, "CPU threads of the kernels.", 1, 1024, unset="one for each core")
 SEGMENT_ROWS = Setting(
-    "segment_rows", int, 1024, "Prompt rows that one forward of deep prefill runs at most.", 1, 65536
+    "segment_rows",
+    int,
+    None,
+    "Prompt rows that one forward of deep prefill runs at most.",
+    1,
+    65536,
+    unset="1,024 on a CPU, 8,192 on a GPU",
 )
 PARALLEL = Setting(
     "parallel",

@@ -50,7 +50,7 @@ ContextOption = Annotated[int | None, option(settings.CONTEXT)]
 DeviceOption = Annotated[str, option(settings.DEVICE)]
 MemoryOption = Annotated[float | None, option(settings.MEMORY_GIB)]
 ThreadsOption = Annotated[int | None, option(settings.THREADS)]
-SegmentRowsOption = Annotated[int, option(settings.SEGMENT_ROWS)]
+SegmentRowsOption = Annotated[int | None, option(settings.SEGMENT_ROWS)]
 MtpDraftsOption = Annotated[int, option(settings.MTP_DRAFTS)]
 NoDraftsOption = Annotated[bool, option(settings.NO_DRAFTS)]
 

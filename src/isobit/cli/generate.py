@@ -69,13 +69,12 @@ def generate(
     )
     if system is not None and not chat:
         raise IsobitError("--system needs the chat template: leave out --raw")
-    largest = segment_rows or settings.SEGMENT_ROWS.default
     engine = open_engine(
         folder,
         context=context,
         device=device,
         memory_gib=memory_gib,
-        segment_rows=largest,
+        segment_rows=segment_rows,
         threads=threads,
         mtp_drafts=mtp_drafts,
         drafts=not no_drafts,

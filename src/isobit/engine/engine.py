@@ -76,6 +76,8 @@ class Engine:
         self.tokenizer = Tokenizer(folder)
         self.context = self._context(settings.context)
         placement = Placement(chosen_device(settings.device) if model is None else model.ops.family)
+        segment_rows = settings.segment_rows or placement.segment_rows
+        self.settings = settings = replace(settings, segment_rows=segment_rows)
         self.model = model or load_model(checkpoint, load_ops(placement.device), self.context)
         loaded, limit = placement.loaded(), placement.limit(settings.memory_gib)
         cache_bytes = int(settings.prompt_cache_gib * memory.GIB)
@@ -86,7 +88,7 @@ class Engine:
         sources = proposers(self.model, state, settings.mtp_drafts)
         drafter = Drafter(sources, most_tokens=self.budget.drafted_tokens)
         self.rounds = rounds(self.model, state, cache, drafter, self.budget, settings, placement)
-        self.segment_rows, _ = self.rounds.fit(settings.segment_rows)
+        self.segment_rows, _ = self.rounds.fit(segment_rows)
         self._waiting: deque[Ticket] = deque()
         self._work = threading.Condition()
         self._closing = False

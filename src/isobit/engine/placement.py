@@ -47,6 +47,11 @@ class Placement:
     device: str
 
     @property
+    def segment_rows(self) -> int:
+        """Rows of a deep segment unless a number is asked for: as many as keep the device's products at their rate."""
+        return 1024 if self.device == "cpu" else 8192
+
+    @property
     def _on_host(self) -> bool:
         if self.device == "cpu":
             return True

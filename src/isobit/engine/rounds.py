@@ -232,7 +232,9 @@ class Rounds:
         request = ticket.request
         hit = self.cache.lookup(request.tokens) if request.reuse else None
         stream = self.state.open() if hit is None else self.cache.restore(hit)
-        asked = segment_limit(request.prefill, request.segment_rows, self.settings.segment_rows)
+        asked = segment_limit(
+            request.prefill, request.segment_rows, self.settings.segment_rows or self.placement.segment_rows
+        )
         rows, notice = self.fit(min(asked, len(request.tokens)))
         lane = Lane(ticket, stream, self._limit(request), rows, notice, time.monotonic(), rows_reused=stream.rows)
         lane.cuts = set(request.keep_rows)

@@ -12,7 +12,7 @@ class EngineSettings:
     context: int | None = settings.CONTEXT.default
     device: str = settings.DEVICE.default
     memory_gib: float | None = settings.MEMORY_GIB.default
-    segment_rows: int = settings.SEGMENT_ROWS.default
+    segment_rows: int | None = settings.SEGMENT_ROWS.default
     threads: int | None = settings.THREADS.default
     queue: int = settings.QUEUE.default
     parallel: int | None = settings.PARALLEL.default
