@@ -1,7 +1,7 @@
 """The linear layer on CUDA: tensor cores for trellis and half weights, float32 chains for what half cannot hold."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -33,8 +33,9 @@ MOST_COLUMNS = 3
 ONE_WAVE = 6  # chains that a multiprocessor carries at a time
 MOST_UNITS = 5  # rows' blocks of 128 that a warp may rotate before it multiplies
 MOST_WARPS = {1: 12, 2: 12, 4: 8, 8: 8}  # of a block, by its tiles of 8 rows
-STAGE_BYTES = 48 << 10  # that a warp of a plain layer stages ahead, at most
-MOST_STAGES = 12
+MOST_FEEDERS = 14  # warps of a block of a plain layer that feed its chains
+CHUNKS = ((8, 1, 1, 16), (16, 2, 1, 16), (32, 2, 2, 8), (64, 2, 4, 4))  # by the operand's columns: PlainShape's middle
+ALONE_BYTES, PAIRED_BYTES = 208 << 10, 104 << 10  # of chunks in a block that has a multiprocessor alone, or shares it
 CHAIN_OUTPUTS, CHAIN_WARPS = 32, 4  # of a block of the fused chain
 CHAIN_THREAD_ROWS = (2, 8)  # of few rows and of many
 
@@ -179,30 +180,54 @@ def few_plain_rows(x: torch.Tensor, handle: HalfLayer, y: torch.Tensor) -> None:
     rows = len(x)
     if handle.in_features != handle.stored_inputs or not is_whole(x):
         x = padded(x, handle.stored_inputs)
-    row_tiles = tiles_of(min(handle.parts * rows, MOST_FEW_ROWS))
-    block_rows = 8 * row_tiles // handle.parts
-    tiles, columns = handle.stored_inputs // TILE, handle.stored_outputs // TILE
-    stage_bytes = 2048 + block_rows * 288
-    groups = -(-tiles // (4 * handle.shards))
-    stages = max(2, min(MOST_STAGES, STAGE_BYTES // stage_bytes, groups))
+    shape = plain_shape(handle.parts, handle.stored_outputs // TILE, handle.shards, handle.input_blocks, rows)
     values = memory.empty((handle.shards * handle.parts, rows, handle.stored_outputs)) if handle.shards > 1 else None
-    multiply = kernels.load(
-        "ops/linear/few_rows_plain.cu", "few_rows_plain", ROW_TILES=row_tiles, PARTS=handle.parts, STAGES=stages
-    )
-    multiply(
-        (columns, handle.shards, -(-rows // block_rows)),
-        WARP,
+    kernels.load("ops/linear/few_rows_plain.cu", "few_rows_plain", PARTS=handle.parts, **shape.defines)(
+        (handle.stored_outputs // TILE, handle.shards, -(-rows // shape.block_rows)),
+        (shape.chain_warps + shape.feeders) * WARP,
         handle.fragments,
         x,
         values,
         handle.counters,
-        tiles,
+        handle.stored_inputs // TILE,
         rows,
+        shape.block_rows,
         handle.bias,
         y,
         handle.out_features,
-        shared=stages * stage_bytes,
+        shared=shape.feeders * shape.chunk_bytes(handle.parts),
     )
+
+
+@dataclass(frozen=True)
+class PlainShape:
+    """A block: its rows, tiles of 8 columns a chain warp, chain warps, tiles of a chunk, and the warps that feed."""
+
+    block_rows: int
+    row_tiles: int
+    chain_warps: int
+    chunk_tiles: int
+    feeders: int
+
+    @property
+    def defines(self) -> dict[str, int]:
+        return {"ROW_TILES": self.row_tiles, "CHAIN_WARPS": self.chain_warps, "CHUNK_TILES": self.chunk_tiles}
+
+    def chunk_bytes(self, parts: int) -> int:
+        """What a chunk's weights and operand take."""
+        return self.chunk_tiles * WARP * (ALIGNED + self.block_rows * parts)
+
+
+@cache
+def plain_shape(parts: int, columns: int, shards: int, blocks: int, rows: int) -> PlainShape:
+    """The shape whose feeders hold as much of a chain's inputs at a time as shared memory does."""
+    block_rows = min(rows, CHUNKS[-1][0] // parts)
+    row_tiles, chain_warps, chunk_tiles = next(sizes[1:] for sizes in CHUNKS if block_rows * parts <= sizes[0])
+    alone = columns * shards * -(-rows // block_rows) <= memory.multiprocessors()
+    chunks = -(-(-(-blocks // shards)) * BLOCK // (TILE * chunk_tiles))
+    one = PlainShape(block_rows, row_tiles, chain_warps, chunk_tiles, 1)
+    fitting = (ALONE_BYTES if alone else PAIRED_BYTES) // one.chunk_bytes(parts)
+    return replace(one, feeders=min(MOST_FEEDERS, chunks, fitting))
 
 
 def many_rows(x: torch.Tensor, handle: TrellisLayer | HalfLayer, y: torch.Tensor, own_product: bool) -> None:

@@ -16,22 +16,23 @@ DEVICE void begin_turns() {
 #endif
 }
 
-// Let the warp that waits for `barrier` (1 to 15) go on; what this warp wrote to shared memory is then to be seen.
-DEVICE void hand_over(int barrier) {
+// Let the warps that wait for `barrier` (1 to 15) go on; what this warp wrote to shared memory is then to be seen.
+// threads: those of this warp and of all that wait.
+DEVICE void hand_over(int barrier, int threads = 2 * WARP) {
 #ifdef EMULATED
     __syncwarp();
     if (threadIdx.x % WARP == 0) handed_over[barrier]++;
 #else
-    asm volatile("bar.arrive %0, 64;" ::"r"(barrier) : "memory");
+    asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 #endif
 }
 
-// Wait for the `count`th hand_over of a barrier, 1 the first.
-DEVICE void wait_for_turn(int barrier, int count) {
+// Wait for the `count`th hand_over of a barrier, 1 the first; by all warps of `threads` but that one.
+DEVICE void wait_for_turn(int barrier, int count, int threads = 2 * WARP) {
 #ifdef EMULATED
     while (handed_over[barrier] < count) emulator::pause(emulator::READY);
     __syncwarp();
 #else
-    asm volatile("bar.sync %0, 64;" ::"r"(barrier) : "memory");
+    asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 #endif
 }

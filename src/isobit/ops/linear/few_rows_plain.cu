@@ -1,64 +1,176 @@
-// A plain layer for up to 64 rows: one warp carries the chains of 16 outputs over one k-shard.
+// A plain layer for up to 64 rows: the chains of 16 outputs over one k-shard are carried by one warp for each of up to
+// 16 columns of the operand, and fed by other warps, each with its own chunk of the inputs.
 //
 // Weights lie as the A operand's registers, uint4 [N / 16, K / 16, 32 lanes]; rows are the B operand, rounded to half
 // on their way. With two parts every row is two columns of it: x rounded, and what that leaves rounded.
 #include "device.cuh"
 #include "ops/linear/cuda_finish.cuh"
+#include "ops/linear/cuda_turns.cuh"
 
-#ifndef ROW_TILES
-#define ROW_TILES 1
-#endif
 #ifndef PARTS
 #define PARTS 1
 #endif
-#ifndef STAGES
-#define STAGES 4
+#ifndef ROW_TILES
+#define ROW_TILES 1
+#endif
+#ifndef CHAIN_WARPS
+#define CHAIN_WARPS 1
+#endif
+#ifndef CHUNK_TILES
+#define CHUNK_TILES 16
 #endif
 
 constexpr int SIDE = 16;
-constexpr int GROUP_TILES = 4;
-constexpr int GROUP_INPUTS = GROUP_TILES * SIDE;
+constexpr int MOST_FEEDERS = 14;
 constexpr int BLOCK_TILES = ROTATION / SIDE;
-constexpr int BLOCK_ROWS = 8 * ROW_TILES / PARTS;
-constexpr int ROW_FLOATS = GROUP_INPUTS + 8;  // padded: rows then begin in other banks
-constexpr int WEIGHT_PIECES = GROUP_TILES * WARP;
-constexpr int ROW_PIECES = GROUP_INPUTS / 4;
+constexpr int GROUP_TILES = 4;  // whose operands are loaded ahead of their steps
+constexpr int CHUNK_QUADS = CHUNK_TILES * SIDE / 4;
+constexpr int READ_AHEAD = 8;  // quads of inputs that a lane has on their way
+constexpr int CHUNK_THREADS = (1 + CHAIN_WARPS) * WARP;  // that meet at a chunk's barrier
 
-struct Stage {
-    uint4 weights[GROUP_TILES][WARP];
-    alignas(16) float inputs[BLOCK_ROWS][ROW_FLOATS];
+// What a chunk's steps take, in shared memory. operand: uint2 [CHUNK_TILES, places, 4], a place being a row's part.
+struct Chunk {
+    uint4* weights;
+    uint2* operand;
+    int places;
+
+    __device__ __forceinline__ Chunk(uint4* shared, int index, int places) : places(places) {
+        weights = shared + index * CHUNK_TILES * (WARP + 2 * places);
+        operand = reinterpret_cast<uint2*>(weights + CHUNK_TILES * WARP);
+    }
 };
 
-// Stage tiles first to first + 3, of those before `last`, and the rows' inputs to them.
-DEVICE void stage_group(
-    Stage& stage, const uint4* weights, const float* x, int first, int last, int rows, int inputs, int lane) {
-    if (first >= last) return;
+// Put four neighbouring inputs of a row where the operand has them: two pairs of each part.
+DEVICE void store_quad(const Chunk& chunk, int row, int quad, const float4& v) {
+    const int tile = quad / 4, first_pair = quad % 2 * 2, upper = quad % 4 / 2;
+    unsigned* at = reinterpret_cast<unsigned*>(chunk.operand + (tile * chunk.places + row * PARTS) * 4 + first_pair);
+    const half_bits x = half_of(v.x), y = half_of(v.y), z = half_of(v.z), w = half_of(v.w);
+    at[upper] = pack_half2(x, y);
+    at[2 + upper] = pack_half2(z, w);
+    if (PARTS == 1) return;
+    at[8 + upper] = pack_half2(half_of(v.x - float_of_half(x)), half_of(v.y - float_of_half(y)));
+    at[10 + upper] = pack_half2(half_of(v.z - float_of_half(z)), half_of(v.w - float_of_half(w)));
+}
+
+// Fill a chunk with `count` tiles' weights and the rows' inputs to them, by one warp.
+DEVICE void feed(const Chunk& chunk, const uint4* weights, const float* x, int count, int rows, int inputs, int lane) {
 #pragma unroll
-    for (int tile = 0; tile < GROUP_TILES; tile++)
-        if (first + tile < last)
-            copy_async_16(&stage.weights[tile][lane], weights + static_cast<int64>(first + tile) * WARP + lane);
-    const int pieces = smaller(last - first, GROUP_TILES) * (SIDE / 4);
-    for (int i = lane; i < rows * ROW_PIECES; i += WARP) {
-        const int row = i / ROW_PIECES, piece = i % ROW_PIECES;
-        const float* from = x + static_cast<int64>(row) * inputs + first * SIDE + 4 * piece;
-        if (piece < pieces) copy_async_16(&stage.inputs[row][4 * piece], from);
+    for (int tile = 0; tile < CHUNK_TILES; tile++)
+        if (tile < count) copy_async_16(chunk.weights + tile * WARP + lane, weights + tile * WARP + lane);
+    copy_async_commit();
+    const int units = rows * CHUNK_QUADS;
+#pragma unroll 1
+    for (int first = lane; first < units; first += READ_AHEAD * WARP) {
+        float4 quads[READ_AHEAD];
+#pragma unroll
+        for (int i = 0; i < READ_AHEAD; i++) {
+            const int unit = first + i * WARP, row = unit / CHUNK_QUADS, quad = unit % CHUNK_QUADS;
+            quads[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            if (unit < units && quad < 4 * count)
+                quads[i] = *reinterpret_cast<const float4*>(x + static_cast<int64>(row) * inputs + 4 * quad);
+        }
+#pragma unroll
+        for (int i = 0; i < READ_AHEAD; i++) {
+            const int unit = first + i * WARP;
+            if (unit < units) store_quad(chunk, unit / CHUNK_QUADS, unit % CHUNK_QUADS, quads[i]);
+        }
+    }
+    copy_async_wait<0>();
+}
+
+// The chains of 16 outputs with the operand's columns of one warp: registers c of the products.
+struct Chains {
+    float c[ROW_TILES][4];
+    int places[ROW_TILES];  // this lane's, in a tile's operand
+
+    __device__ __forceinline__ Chains(int warp, int lane, int all_places) {
+#pragma unroll
+        for (int tile = 0; tile < ROW_TILES; tile++) {
+            const int place = 8 * (warp * ROW_TILES + tile) + lane / 4;
+            places[tile] = smaller(place, all_places - 1) * 4 + lane % 4;
+#pragma unroll
+            for (int i = 0; i < 4; i++) c[tile][i] = 0.0f;
+        }
+    }
+};
+
+// The operands of one step.
+struct Step {
+    uint4 weights;
+    uint2 inputs[ROW_TILES];
+
+    __device__ __forceinline__ void load(const Chunk& chunk, const Chains& chains, int tile, int lane) {
+        weights = chunk.weights[tile * WARP + lane];
+#pragma unroll
+        for (int i = 0; i < ROW_TILES; i++) inputs[i] = chunk.operand[tile * chunk.places * 4 + chains.places[i]];
+    }
+
+    __device__ __forceinline__ void carry(Chains& chains) const {
+        const unsigned a[4] = {weights.x, weights.y, weights.z, weights.w};
+#pragma unroll
+        for (int i = 0; i < ROW_TILES; i++) {
+            const unsigned b[2] = {inputs[i].x, inputs[i].y};
+            mma_16x8x16(chains.c[i], a, b);
+        }
+    }
+};
+
+// Carry the chains over a whole chunk: a group's operands are loaded while the one before is multiplied.
+DEVICE void carry_chunk(Chains& chains, const Chunk& chunk, int lane) {
+    Step steps[2][GROUP_TILES];
+#pragma unroll
+    for (int i = 0; i < GROUP_TILES; i++) steps[0][i].load(chunk, chains, i, lane);
+#pragma unroll
+    for (int group = 0; group < CHUNK_TILES / GROUP_TILES; group++) {
+        if (group + 1 < CHUNK_TILES / GROUP_TILES) {
+#pragma unroll
+            for (int i = 0; i < GROUP_TILES; i++)
+                steps[(group + 1) % 2][i].load(chunk, chains, (group + 1) * GROUP_TILES + i, lane);
+        }
+#pragma unroll
+        for (int i = 0; i < GROUP_TILES; i++) steps[group % 2][i].carry(chains);
     }
 }
 
-// Two neighbouring inputs as halves; of part 1 what rounding them leaves.
-DEVICE unsigned rounded_pair(const float* at, bool second_part) {
-    const float2 pair = *reinterpret_cast<const float2*>(at);
-    half_bits low = half_of(pair.x), high = half_of(pair.y);
-    if (PARTS == 2 && second_part) {
-        low = half_of(pair.x - float_of_half(low));
-        high = half_of(pair.y - float_of_half(high));
+DEVICE void carry_tiles(Chains& chains, const Chunk& chunk, int count, int lane) {
+#pragma unroll 1
+    for (int tile = 0; tile < count; tile++) {
+        Step step;
+        step.load(chunk, chains, tile, lane);
+        step.carry(chains);
     }
-    return pack_half2(low, high);
 }
 
-// The row's outputs from its terms' sums, in the block that comes last.
-DEVICE void finish_column(const Sums& sums, const Finish& finish, int column, int first_row, int rows, int lane) {
-    for (int i = lane; i < rows * SIDE; i += WARP) {
+// Write what a lane's chains end as: sums of a shard to values [shards * PARTS, rows, N], or outputs.
+DEVICE void store_chains(const Chains& chains, int warp, int lane, float* values, int columns, int first_row,
+                         int own_rows, int rows, const Finish& finish) {
+#pragma unroll
+    for (int tile = 0; tile < ROW_TILES; tile++) {
+#pragma unroll
+        for (int register_index = 0; register_index < 4; register_index++) {
+            const int place = 8 * (warp * ROW_TILES + tile) + 2 * (lane % 4) + register_index % 2;
+            const int row = place / PARTS, part = place % PARTS;
+            const int output = blockIdx.x * SIDE + lane / 4 + register_index / 2 * 8;
+            if (row >= own_rows) continue;
+            const float sum = chains.c[tile][register_index];
+            if (values) {
+                const int64 term = static_cast<int64>(blockIdx.y * PARTS + part) * rows + first_row + row;
+                values[term * columns + output] = sum;
+            } else if (part == 0 && output < finish.outputs) {
+                float total = sum;
+                if (PARTS == 2)
+                    total = static_cast<float>(
+                        static_cast<double>(sum) + static_cast<double>(chains.c[tile][register_index | 1]));
+                if (finish.bias) total = total + finish.bias[output];
+                finish.y[static_cast<int64>(first_row + row) * finish.outputs + output] = total;
+            }
+        }
+    }
+}
+
+// The rows' outputs from their terms' sums, in the block that comes last.
+DEVICE void finish_column(const Sums& sums, const Finish& finish, int column, int first_row, int rows) {
+    for (int i = threadIdx.x; i < rows * SIDE; i += blockDim.x) {
         const int row = first_row + i / SIDE, output = column * SIDE + i % SIDE;
         if (output >= finish.outputs) continue;
         float total = total_of(sums, row, output);
@@ -67,80 +179,52 @@ DEVICE void finish_column(const Sums& sums, const Finish& finish, int column, in
     }
 }
 
-// grid (N / 16, shards, ceil(rows / BLOCK_ROWS)), 32 threads. x: float [rows, 16 * tiles], rows at 16 bytes. values:
-// float [shards * PARTS, rows, N], for more shards than one. counters: zeros, one for each (grid z, column).
-extern "C" __global__ void __launch_bounds__(WARP)
-few_rows_plain(const uint4* __restrict__ weights, const float* x, float* values, int* counters, int tiles, int rows,
-               const float* bias, float* y, int outputs) {
-    DYNAMIC_SHARED(Stage, stages);
-    const int lane = threadIdx.x, group = lane / 4, pair = lane % 4;
-    const int column = blockIdx.x, columns = gridDim.x, shard = blockIdx.y, shards = gridDim.y;
-    const int first_row = blockIdx.z * BLOCK_ROWS, own_rows = smaller(BLOCK_ROWS, rows - first_row);
-    const int blocks = (tiles + BLOCK_TILES - 1) / BLOCK_TILES, inputs = tiles * SIDE;
+// grid (N / 16, shards, ceil(rows / block_rows)), threads 32 * (CHAIN_WARPS + feeders). x: float [rows, 16 * tiles],
+// rows at 16 bytes. values: float [shards * PARTS, rows, N] where there is more than one shard, else null. counters:
+// zeros, one for each (grid z, column).
+extern "C" __global__ void __launch_bounds__((MOST_FEEDERS + CHAIN_WARPS) * WARP)
+few_rows_plain(const uint4* __restrict__ weights, const float* __restrict__ x, float* values, int* counters, int tiles,
+               int rows, int block_rows, const float* bias, float* y, int outputs) {
+    DYNAMIC_SHARED(uint4, shared);
+    begin_turns();
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, feeders = blockDim.x / WARP - CHAIN_WARPS;
+    const int shard = blockIdx.y, shards = gridDim.y, inputs = tiles * SIDE;
+    const int first_row = blockIdx.z * block_rows, own_rows = smaller(block_rows, rows - first_row);
+    const int blocks = (tiles + BLOCK_TILES - 1) / BLOCK_TILES;
     const int first_tile = shard * blocks / shards * BLOCK_TILES;
     const int last_tile = smaller((shard + 1) * blocks / shards * BLOCK_TILES, tiles);
-    weights += static_cast<int64>(column) * tiles * WARP;
+    weights += static_cast<int64>(blockIdx.x) * tiles * WARP;
     x += static_cast<int64>(first_row) * inputs;
 
-    int staged = first_tile;
-#pragma unroll
-    for (int stage = 0; stage < STAGES; stage++) {
-        stage_group(stages[stage], weights, x, staged, last_tile, own_rows, inputs, lane);
-        copy_async_commit();
-        staged += GROUP_TILES;
-    }
-    float c[ROW_TILES][4] = {};
-    int stage = 0;
-#pragma unroll 1
-    for (int tile = first_tile; tile < last_tile; tile += GROUP_TILES) {
-        copy_async_wait<STAGES - 1>();
-        __syncwarp();
-        Stage& own = stages[stage];
-#pragma unroll
-        for (int i = 0; i < GROUP_TILES; i++) {
-            if (tile + i >= last_tile) break;
-            const uint4 four = own.weights[i][lane];
-            const unsigned a[4] = {four.x, four.y, four.z, four.w};
-#pragma unroll
-            for (int row_tile = 0; row_tile < ROW_TILES; row_tile++) {
-                const int row = smaller((8 * row_tile + group) / PARTS, own_rows - 1);
-                const float* at = &own.inputs[row][i * SIDE + 2 * pair];
-                const unsigned b[2] = {rounded_pair(at, group % 2), rounded_pair(at + 8, group % 2)};
-                mma_16x8x16(c[row_tile], a, b);
+    const bool carries = warp < CHAIN_WARPS;
+    Chains chains(warp, lane, own_rows * PARTS);
+    int lap = 1;
+    for (int first = first_tile; first < last_tile; first += feeders * CHUNK_TILES, lap++) {
+        if (lap > 1) __syncthreads();
+        if (!carries) {
+            const int feeder = warp - CHAIN_WARPS, tile = first + feeder * CHUNK_TILES;
+            if (tile < last_tile) {
+                const Chunk chunk(shared, feeder, own_rows * PARTS);
+                feed(chunk, weights + static_cast<int64>(tile) * WARP, x + tile * SIDE,
+                     smaller(CHUNK_TILES, last_tile - tile), own_rows, inputs, lane);
+                hand_over(1 + feeder, CHUNK_THREADS);
             }
+            continue;
         }
-        __syncwarp();
-        stage_group(own, weights, x, staged, last_tile, own_rows, inputs, lane);
-        copy_async_commit();
-        staged += GROUP_TILES;
-        stage = stage + 1 == STAGES ? 0 : stage + 1;
+#pragma unroll 1
+        for (int feeder = 0; feeder < feeders; feeder++) {
+            const int count = last_tile - first - feeder * CHUNK_TILES;
+            if (count <= 0) break;
+            const Chunk chunk(shared, feeder, own_rows * PARTS);
+            wait_for_turn(1 + feeder, lap, CHUNK_THREADS);
+            if (count >= CHUNK_TILES) carry_chunk(chains, chunk, lane);
+            else carry_tiles(chains, chunk, count, lane);
+        }
     }
 
     const Finish finish = {nullptr, bias, y, outputs};
-#pragma unroll
-    for (int row_tile = 0; row_tile < ROW_TILES; row_tile++) {
-#pragma unroll
-        for (int upper = 0; upper < 2; upper++) {
-            const int output = column * SIDE + group + 8 * upper;
-#pragma unroll
-            for (int i = 0; i < 2; i++) {
-                const int place = 8 * row_tile + 2 * pair + i, row = place / PARTS, part = place % PARTS;
-                if (row >= own_rows) continue;
-                const float sum = c[row_tile][2 * upper + i];
-                if (shards > 1) {
-                    const int64 term = static_cast<int64>(shard * PARTS + part) * rows + first_row + row;
-                    values[term * (columns * SIDE) + output] = sum;
-                } else if (part == 0 && output < outputs) {
-                    float total = sum;
-                    if (PARTS == 2)
-                        total = static_cast<float>(
-                            static_cast<double>(sum) + static_cast<double>(c[row_tile][2 * upper + 1]));
-                    if (bias) total = total + bias[output];
-                    y[static_cast<int64>(first_row + row) * outputs + output] = total;
-                }
-            }
-        }
-    }
-    if (shards == 1 || !arrives_last(counters + blockIdx.z * columns + column, 1, shards)) return;
-    finish_column({values, shards * PARTS, rows, columns * SIDE}, finish, column, first_row, own_rows, lane);
+    const int column = blockIdx.x, columns = gridDim.x;
+    if (carries) store_chains(chains, warp, lane, values, columns * SIDE, first_row, own_rows, rows, finish);
+    if (!values || !arrives_last(counters + blockIdx.z * columns + column, 1, shards)) return;
+    finish_column({values, shards * PARTS, rows, columns * SIDE}, finish, column, first_row, own_rows);
 }
