@@ -197,6 +197,17 @@ def test_a_missing_gpu_is_one_line(monkeypatch, tmp_path):
         workbench("tpu")
 
 
+def test_too_little_memory_is_one_line(monkeypatch, tmp_path):
+    def exhausted(*arguments: Any) -> Any:
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(workbench_cuda, "search", exhausted)
+    source = write_source(tmp_path / "model", source_tensors(**SMALL), **SMALL)
+    with pytest.raises(DeviceError, match="too little free memory to quantize"):
+        convert(source, tmp_path / "exl3", ConvertOptions(8), device="cuda")
+    assert not (tmp_path / "exl3").exists()
+
+
 def test_too_little_shared_memory_is_one_line(monkeypatch):
     monkeypatch.setattr(search_cuda, "HOPPER_SHARED_BYTES", 100 << 10)
     assert search_cuda.best_shape(3) == SearchShape((3, 3), 1, 2, False)

@@ -427,7 +427,9 @@ def _run_jobs(plan: Plan, work: WorkFolder, progress: Progress) -> None:
                 within += weights
                 progress(before + within, total)
 
-            work.save(job.key, job.run(advance))
+            with plan.bench.working():
+                arrays = job.run(advance)
+            work.save(job.key, arrays)
         done += job.weights
         progress(done, total)
 

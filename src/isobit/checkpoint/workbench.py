@@ -4,6 +4,7 @@ The quantizer's arithmetic is written once, for NumPy arrays and PyTorch tensors
 float64; so a workbench changes the speed, never the bits. `workbench_cuda.py` is the GPU's.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import numba
@@ -31,6 +32,9 @@ class Workbench(Protocol):
     @property
     def trial_tiles(self) -> int:
         """How many tiles keep the device busy for a moment."""
+
+    def working(self) -> AbstractContextManager[None]:
+        """Work is done inside: what a device is short of ends it with IsobitError."""
 
     def placed(self, values: np.ndarray) -> Array:
         """A host array on the device."""
@@ -66,6 +70,10 @@ class CpuWorkbench:
 
     def __init__(self, threads: int | None = None):
         self._threads = numba.get_num_threads() if threads is None else threads
+
+    def working(self) -> AbstractContextManager[None]:
+        """Nothing is to be said."""
+        return nullcontext()
 
     def placed(self, values: np.ndarray) -> np.ndarray:
         """The array itself."""

@@ -4,12 +4,16 @@ Only sums, differences, products and quotients of tensors are computed here, eac
 must not be divided by a number that is no power of two: PyTorch would multiply by its reciprocal.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import numpy as np
 import torch
 
 from isobit.checkpoint.search_cuda import search
 from isobit.checkpoint.trellis import STATES, TILE_VALUES, codebook_values
 from isobit.cuda import kernels, memory
+from isobit.cuda.errors import DeviceError
 
 PACK_SOURCE = "checkpoint/pack.cu"
 PACK_THREADS = 256
@@ -29,6 +33,16 @@ class GpuWorkbench:
     def trial_tiles(self) -> int:
         """How many tiles keep the GPU busy for a moment."""
         return 1 if memory.is_emulated() else 32 * memory.multiprocessors()
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Raises DeviceError where the GPU's memory does not suffice."""
+        try:
+            yield
+        except torch.cuda.OutOfMemoryError:
+            raise DeviceError(
+                "the GPU has too little free memory to quantize: stop what else runs on it, or use --device cpu"
+            ) from None
 
     def placed(self, values: np.ndarray) -> torch.Tensor:
         """A copy on the GPU."""
