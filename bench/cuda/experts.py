@@ -63,7 +63,7 @@ def random_handle() -> cuda.ExpertsHandle:
         gate=torch.randn(HIDDEN, device=memory.device()) / HIDDEN**0.5,
         gate_bias=None,
         gate_linear=None,
-        inner_counters=memory.zeros((EXPERTS + 1, INNER // BLOCK), torch.int32),
+        inner_counters=memory.zeros((EXPERTS + 1, cuda.MOST_PARTS, INNER // BLOCK), torch.int32),
         row_counters=memory.zeros((cuda.MOST_FEW_ROWS, HIDDEN // BLOCK), torch.int32),
         nbytes=layers.nbytes,
     )

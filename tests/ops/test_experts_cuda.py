@@ -103,6 +103,17 @@ def test_tiles_of_every_size_give_the_bytes_of_a_row_alone(rows):
     assert compute(last, handle, cuda.FEW_ROWS).tobytes() == together[0][-1:].tobytes()
 
 
+@pytest.mark.parametrize("enough_blocks", [1, 8])
+def test_few_rows_have_the_same_bytes_whatever_columns_a_block_has(monkeypatch, enough_blocks):
+    host = trellis_experts(np.random.default_rng(15), 3, 384, 256, (3, 4))
+    handle, inputs = prepare(host), some_rows(np.random.default_rng(16), 10, host, 2)
+    expected = compute(inputs, handle, cuda.MANY_ROWS)
+    assert compute(inputs, handle, cuda.FEW_ROWS).tobytes() == expected.tobytes()
+    monkeypatch.setattr(cuda, "ENOUGH_BLOCKS", enough_blocks)
+    for _ in range(2):
+        assert compute(inputs, handle, cuda.FEW_ROWS).tobytes() == expected.tobytes()
+
+
 def test_small_passes_change_nothing(monkeypatch):
     host = plain_experts(np.random.default_rng(4), 4, 48, 32)
     handle, inputs = prepare(host), some_rows(np.random.default_rng(5), 23, host, 2)
@@ -131,7 +142,7 @@ def test_launches_of_few_rows_depend_on_their_number_alone(monkeypatch):
 def test_products_of_warpgroups_compile():
     pytest.importorskip("cuda.core", reason="needs the optional package cuda-core")
     handle = prepare(trellis_experts(np.random.default_rng(14), 1, 128, 128))
-    macros = {**handle.layers.macros, "ROW_TILE": 128, "WARPGROUPS": 1}
+    macros = {**handle.layers.macros, "ROW_TILE": cuda.WARPGROUPS_ROW_TILE, "WARPGROUPS": 1}
     assert compiler.binary(cuda.MANY_PRODUCTS, macros, "sm_90a")
 
 

@@ -19,12 +19,15 @@ ROUTE_WARPS = 4  # rows of a thread block, where there are many
 MOST_SCRATCH_BYTES = 1 << 30  # of one pass over the experts
 MOST_MANY_ROWS = 8192  # of one pass
 WARPGROUP_ARCHITECTURES = ((9, 0),)  # whose tensor cores take rows from shared memory, to more speed and the same bits
+WARPGROUPS_ROW_TILE = 160  # the most rows of one expert in a thread block
 ROUTE = "ops/experts/route.cu"
 FEW, FEW_PRODUCTS = "ops/experts/few_rows.cu", "ops/experts/few_products.cu"
 MANY, MANY_PRODUCTS = "ops/experts/many_rows.cu", "ops/experts/many_products.cu"
 GATE_ROWS = 32  # rows of a thread block that computes the shared expert's gate
-GROUP_ROWS, FEW_WARPS, FEW_STAGES = 8, 4, 3  # of few_products.cu
-MANY_STAGES, STAGE_INPUTS, SIDES, SUMS_PADDING = 3, 64, 2, 4  # of many_products.cu
+TILE_ROWS, MOST_PARTS, FEW_WARPS, FEW_STAGES = 8, 8, 4, 3  # of few_products.cu
+MOST_COLUMNS = {"multiply_gate_up": 8, "multiply_down": 32}  # of 16 outputs in a thread block
+ENOUGH_BLOCKS = 1024  # to keep every processor busy
+MANY_STAGES, STAGE_INPUTS, SUMS_PADDING = 3, 64, 4  # of many_products.cu
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,7 @@ def prepare_experts(
         gate=weights,
         gate_bias=bias,
         gate_linear=linear_handle,
-        inner_counters=memory.zeros((len(triples), inner_width // BLOCK), torch.int32),
+        inner_counters=memory.zeros((len(triples), MOST_PARTS, inner_width // BLOCK), torch.int32),
         row_counters=memory.zeros((MOST_FEW_ROWS, whole_blocks(hidden) // BLOCK), torch.int32),
         nbytes=layers.nbytes + gate_bytes,
     )
@@ -140,10 +143,10 @@ def _few_rows(
     x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, handle: ExpertsHandle, y: torch.Tensor
 ) -> None:
     rows, chosen = ids.shape
-    pairs, tiles = rows * (chosen + 1), rows * chosen + 1
+    pairs, tiles = rows * (chosen + 1), rows * chosen + -(-rows // TILE_ROWS)
     width, inner_width, table = handle.width, handle.inner_width, handle.layers.table
     ready = memory.empty((2, pairs, width), torch.float16)
-    tile_list, members = memory.empty((tiles, 4), torch.int32), memory.empty((tiles, MOST_FEW_ROWS), torch.int32)
+    tile_list, members = memory.empty((tiles, 4), torch.int32), memory.empty((tiles, TILE_ROWS), torch.int32)
     kernels.load(FEW, "prepare_rows")(
         (-(-width // (4 * BLOCK)), pairs), 32, x, ids, table, ready, tile_list, members, rows, chosen, handle.routed,
         handle.hidden, width,
@@ -151,18 +154,32 @@ def _few_rows(
     logits, gate = _gate_logits(x, handle), handle.gate
     halves, floats = _hidden_values(handle, pairs)
     inner_sums, sums = memory.empty((pairs, 2, inner_width)), memory.empty((pairs, width))
-    macros = {**handle.layers.macros, "ROW_GROUPS": 1 if rows <= GROUP_ROWS else MOST_FEW_ROWS // GROUP_ROWS}
-    shared = _few_shared_bytes(macros)
-    kernels.load(FEW_PRODUCTS, "multiply_gate_up", **macros)(
-        (2 * inner_width // TILE, tiles if gate is None else tiles + 1), 128, table, tile_list, members, ready, pairs,
-        width, x, handle.hidden, chosen + 1, inner_sums, handle.inner_counters, halves, floats, inner_width, gate,
-        0 if gate is None else gate.numel(), handle.gate_bias, logits, shared=shared,
+    kernel, columns, shared = _few_products("multiply_gate_up", handle, tiles, 2 * inner_width)
+    kernel(
+        (2 * inner_width // TILE // columns, tiles if gate is None else tiles + 1), 32 * FEW_WARPS, table, tile_list,
+        members, ready, pairs, width, x, handle.hidden, chosen + 1, inner_sums, handle.inner_counters, halves, floats,
+        inner_width, columns, gate, 0 if gate is None else gate.numel(), handle.gate_bias, logits, shared=shared,
     )  # fmt: skip
-    kernels.load(FEW_PRODUCTS, "multiply_down", **macros)(
-        (width // TILE, tiles), 128, table, tile_list, members, halves, floats, inner_width, sums,
-        handle.row_counters, ids, weights, logits, chosen, handle.routed, y, handle.hidden, width,
+    kernel, columns, shared = _few_products("multiply_down", handle, tiles, width)
+    kernel(
+        (-(-width // (TILE * columns)), tiles), 32 * FEW_WARPS, table, tile_list, members, halves, floats, inner_width,
+        sums, handle.row_counters, ids, weights, logits, chosen, handle.routed, y, handle.hidden, width, columns,
         shared=max(shared, 4 * BLOCK * (chosen + 1)),
     )  # fmt: skip
+
+
+def _few_products(name: str, handle: ExpertsHandle, tiles: int, outputs: int) -> tuple[kernels.Kernel, int, int]:
+    """(kernel, columns of 16 outputs of a block, bytes of shared memory) for tiles that have `outputs` each.
+
+    Warps take turns on one column where the columns are too few to keep all warps busy, and long.
+    """
+    warps = tiles * outputs // TILE
+    by_turns = name == "multiply_gate_up" and warps < ENOUGH_BLOCKS
+    columns = 1 if by_turns else FEW_WARPS
+    while not by_turns and 2 * columns <= MOST_COLUMNS[name] and warps // (2 * columns) >= ENOUGH_BLOCKS:
+        columns *= 2
+    macros = {**handle.layers.macros, "TURNS": FEW_WARPS if by_turns else 1}
+    return kernels.load(FEW_PRODUCTS, name, **macros), columns, _few_shared_bytes(macros)
 
 
 def _many_rows(
@@ -176,10 +193,10 @@ def _many_rows(
     rows, chosen = ids.shape
     pairs, routed = rows * (chosen + 1), handle.routed
     width, inner_width, table = handle.width, handle.inner_width, handle.layers.table
-    row_tile = _row_tile()
     warpgroups = memory.architecture() in WARPGROUP_ARCHITECTURES and not by_warps
+    row_tile = WARPGROUPS_ROW_TILE if warpgroups else _row_tile()
     macros = {**handle.layers.macros, "ROW_TILE": row_tile, "WARPGROUPS": int(warpgroups)}
-    shared = _many_shared_bytes(macros)
+    side_bytes, side_threads = _side_shared_bytes(macros), 256 if warpgroups else 128
     members, counts = memory.empty((routed + 1, rows), torch.int32), memory.empty((routed + 1,), torch.int32)
     kernels.load(MANY, "sort_pairs")(routed + 1, 512, ids, members, counts, rows, chosen, routed)
     most_tiles = pairs // row_tile + min(routed + 1, pairs)
@@ -197,13 +214,13 @@ def _many_rows(
         )  # fmt: skip
     halves, floats = _hidden_values(handle, pairs)
     kernels.load(MANY_PRODUCTS, "multiply_gate_up", **macros)(
-        (inner_width // BLOCK, most_tiles), 256, table, tiles, members, ready, kernels.Long(pairs * width), width, x,
-        handle.hidden, chosen + 1, halves, floats, inner_width, shared=shared,
+        (inner_width // BLOCK, most_tiles), 2 * side_threads, table, tiles, members, ready, kernels.Long(pairs * width),
+        width, x, handle.hidden, chosen + 1, halves, floats, inner_width, shared=2 * side_bytes,
     )  # fmt: skip
     terms = ready.view(torch.float32).view(pairs, width)
     kernels.load(MANY_PRODUCTS, "multiply_down", **macros)(
-        (-(-width // (SIDES * BLOCK)), most_tiles), 256, table, tiles, members, halves, floats, inner_width, weights,
-        logits, terms, width, chosen, shared=shared,
+        (width // BLOCK, most_tiles), side_threads, table, tiles, members, halves, floats, inner_width, weights,
+        logits, terms, width, chosen, shared=side_bytes,
     )  # fmt: skip
     kernels.load(MANY, "add_terms")(
         (-(-width // (4 * BLOCK)), rows), 128, terms, ids, y, chosen, routed, handle.hidden, width
@@ -233,26 +250,22 @@ def _most_rows(handle: ExpertsHandle, chosen: int) -> int:
 
 
 def _row_tile() -> int:
-    """The most rows of one expert in a thread block, from the shared memory of the chip."""
+    """The most rows of one expert in a thread block without warpgroups, from the shared memory of the chip."""
     return 64 if memory.architecture() in ((0, 0), (8, 6), (8, 9), (12, 0), (12, 1)) else 128
 
 
 def _few_shared_bytes(macros: dict[str, int]) -> int:
     """What a block of few_products.cu needs: chains handed on and tiles on their way, or the inputs of the gate."""
-    groups, long = macros["ROW_GROUPS"], macros["LONG_LAYERS"]
-    handed = groups * 32 * (48 if long else 16)
-    gate_rows = 8 if groups == 1 else GATE_ROWS
-    gate = 4 * (gate_rows * (BLOCK + 1) + BLOCK)
+    handed = 32 * (48 if macros["LONG_LAYERS"] else 16)
+    gate = 4 * (TILE_ROWS * (BLOCK + 4) + BLOCK)
     return max(handed + FEW_STAGES * FEW_WARPS * (BLOCK // TILE) * _most_tile_bytes(macros), gate)
 
 
-def _many_shared_bytes(macros: dict[str, int]) -> int:
-    """What a block of many_products.cu needs: rows and tiles on their way, then the sums."""
+def _side_shared_bytes(macros: dict[str, int]) -> int:
+    """What a side of a block of many_products.cu needs: rows and tiles on their way, then the sums."""
     row_tile, tiles = macros["ROW_TILE"], STAGE_INPUTS // TILE * (BLOCK // TILE)
-    stages = (
-        (MANY_STAGES + macros["WARPGROUPS"]) * SIDES * (row_tile * STAGE_INPUTS * 2 + tiles * _most_tile_bytes(macros))
-    )
-    return max(stages, SIDES * row_tile * (BLOCK + SUMS_PADDING) * 4)
+    stages = (MANY_STAGES + macros["WARPGROUPS"]) * (row_tile * STAGE_INPUTS * 2 + tiles * _most_tile_bytes(macros))
+    return max(stages, row_tile * (BLOCK + SUMS_PADDING) * 4)
 
 
 def _most_tile_bytes(macros: dict[str, int]) -> int:

@@ -1,93 +1,112 @@
-// The products of up to 64 rows: all pairs of a row and an expert in one launch, each expert's weights read once.
+// The products of up to 64 rows: all pairs of a row and an expert in one launch, tiles of up to 8 rows of an expert.
 //
-// A block has 16 outputs of one expert. Its warps decode 128 inputs of them each, all at once, and take turns in
-// carrying the chains over them, so that k ascends. The block that is the last to add to 128 outputs goes on with them.
-// Macro ROW_GROUPS: 1 if there are at most 8 rows, else 8.
+// A block has `columns` columns of 16 outputs of one expert. Its warps decode 128 inputs of one at a time. With macro
+// TURNS 1 each warp has columns of its own, one after the other; with TURNS 4 the warps share one column and take turns
+// in carrying its chains, so that k ascends. The block that is the last to add to 128 outputs goes on with them.
 #include "ops/experts/formats.cuh"
 #include "ops/experts/shared_gate.cuh"
 #include "ops/linear/cuda_turns.cuh"
 
-constexpr int TURNS = 4;
-constexpr int THREADS = TURNS * WARP;
-constexpr int GROUP_ROWS = 8;  // of one multiply-accumulate
-constexpr int GATE_ROWS = ROW_GROUPS == 1 ? 8 : 32;
+constexpr int WARPS = 4, THREADS = WARPS * WARP;
+constexpr int WARP_COLUMNS = WARPS / TURNS;  // at a time
+constexpr int GATE_ROWS = TILE_ROWS;
 constexpr int STAGES = 3;
-constexpr int TILES = BLOCK / TILE;  // of a turn, and of a block of outputs
+constexpr int TILES = BLOCK / TILE;  // of 128 inputs, and of a block of outputs
 constexpr int HALF_STEPS = BLOCK / 32;
-constexpr int BLOCKS_A_PROCESSOR = ROW_GROUPS == 1 ? 7 : 4;
+constexpr int MOST_BLOCKS = 4;  // of 128 outputs in a thread block
+constexpr int BLOCKS_A_PROCESSOR = TURNS == 1 ? 8 : 7;
 
-// What warps hand to each other: the chains of a block's 16 outputs, for each group of rows, a lane's side by side.
+// What warps hand to each other: the chains of a column's 16 outputs, a lane's side by side.
 struct Handed {
-    float4 sums[ROW_GROUPS][WARP];
+    float4 sums[WARP];
 #if LONG_LAYERS
-    double2 totals[ROW_GROUPS][2][WARP];
+    double2 totals[2][WARP];
 #endif
 };
 
-template <int GROUPS>
-DEVICE void put_chains(const Chains<4 * GROUPS>& chains, Handed& handed, int lane) {
-#pragma unroll
-    for (int g = 0; g < GROUPS; g++) {
-        const float* c = chains.sums + 4 * g;
-        handed.sums[g][lane] = make_float4(c[0], c[1], c[2], c[3]);
+DEVICE void put_chains(const Chains<4>& chains, Handed& handed, int lane) {
+    const float* c = chains.sums;
+    handed.sums[lane] = make_float4(c[0], c[1], c[2], c[3]);
 #if LONG_LAYERS
-        const double* t = chains.totals + 4 * g;
-        handed.totals[g][0][lane].x = t[0], handed.totals[g][0][lane].y = t[1];
-        handed.totals[g][1][lane].x = t[2], handed.totals[g][1][lane].y = t[3];
+    const double* t = chains.totals;
+    handed.totals[0][lane].x = t[0], handed.totals[0][lane].y = t[1];
+    handed.totals[1][lane].x = t[2], handed.totals[1][lane].y = t[3];
 #endif
-    }
 }
 
-template <int GROUPS>
-DEVICE void take_chains(Chains<4 * GROUPS>& chains, const Handed& handed, int lane) {
-#pragma unroll
-    for (int g = 0; g < GROUPS; g++) {
-        const float4 sums = handed.sums[g][lane];
-        float* c = chains.sums + 4 * g;
-        c[0] = sums.x, c[1] = sums.y, c[2] = sums.z, c[3] = sums.w;
+DEVICE void take_chains(Chains<4>& chains, const Handed& handed, int lane) {
+    const float4 sums = handed.sums[lane];
+    float* c = chains.sums;
+    c[0] = sums.x, c[1] = sums.y, c[2] = sums.z, c[3] = sums.w;
 #if LONG_LAYERS
-        const double2 low = handed.totals[g][0][lane], high = handed.totals[g][1][lane];
-        double* t = chains.totals + 4 * g;
-        t[0] = low.x, t[1] = low.y, t[2] = high.x, t[3] = high.y;
+    const double2 low = handed.totals[0][lane], high = handed.totals[1][lane];
+    double* t = chains.totals;
+    t[0] = low.x, t[1] = low.y, t[2] = high.x, t[3] = high.y;
 #endif
-    }
 }
 
-// A warp's turns of a column of tiles, 8 tiles each, on their way to shared memory.
+// A warp's chunks of 8 tiles below each other, column after column, on their way to shared memory.
 template <typename F>
 struct TileStages {
     static constexpr int pieces = tile_bytes(F::twice) / 16;  // of a tile
     static constexpr int stage_pieces = pieces * TILES;
     static constexpr int rounds = (stage_pieces + WARP - 1) / WARP;
     const unsigned char* next;
-    int64 turn_stride;
+    int64 step, to_next_column;
+    int chunk, chunks, columns;  // the next chunk to copy, of how many, in how many columns
     int offsets[rounds];
     uint4* stages;
+    int copied, used;  // stages
 
-    __device__ __forceinline__ TileStages(const Layer& layer, int tile_column, int turn, uint4* own, int lane)
-        : stages(own) {
+    __device__ __forceinline__ TileStages(const Layer& layer, int column, int columns, int turn, uint4* own, int lane)
+        : chunk(turn), chunks(layer.inputs / BLOCK), columns(columns), stages(own), copied(0), used(0) {
         const int row_bytes = layer.outputs / TILE * tile_bytes(F::twice);
-        turn_stride = static_cast<int64>(row_bytes) * (TILES * TURNS);
-        next = reinterpret_cast<const unsigned char*>(layer.weights) + static_cast<int64>(turn) * TILES * row_bytes +
-               tile_column * tile_bytes(F::twice);
+        const int64 chunk_bytes = static_cast<int64>(TILES) * row_bytes;
+        step = TURNS * chunk_bytes;
+        to_next_column = WARP_COLUMNS * tile_bytes(F::twice) - chunks * chunk_bytes;
+        next = reinterpret_cast<const unsigned char*>(layer.weights) + turn * chunk_bytes +
+               column * tile_bytes(F::twice);
 #pragma unroll
         for (int i = 0; i < rounds; i++) {
             const int piece = WARP * i + lane;
             offsets[i] = piece / pieces * row_bytes + piece % pieces * 16;
         }
-    }
-    // Begin to copy the next turn's tiles.
-    __device__ __forceinline__ void copy(int stage, int lane) {
 #pragma unroll
-        for (int i = 0; i < rounds; i++) {
-            const int piece = WARP * i + lane;
-            if (stage_pieces % WARP == 0 || piece < stage_pieces)
-                copy_async_16(stages + stage * stage_pieces + piece, next + offsets[i]);
-        }
-        next += turn_stride;
+        for (int i = 0; i < STAGES; i++) copy(lane);
     }
-    __device__ __forceinline__ const unsigned* tile(int stage, int i) const {
-        return reinterpret_cast<const unsigned*>(stages + stage * stage_pieces + i * pieces);
+    // Begin to copy the next chunk.
+    __device__ __forceinline__ void copy(int lane) {
+        if (columns > 0 && chunk < chunks) {
+#pragma unroll
+            for (int i = 0; i < rounds; i++) {
+                const int piece = WARP * i + lane;
+                if (stage_pieces % WARP == 0 || piece < stage_pieces)
+                    copy_async_16(stages + copied * stage_pieces + piece, next + offsets[i]);
+            }
+            next += step;
+            chunk += TURNS;
+            if (TURNS == 1 && chunk == chunks) {
+                chunk = 0;
+                columns--;
+                next += to_next_column;
+            }
+        }
+        copy_async_commit();
+        copied = copied + 1 == STAGES ? 0 : copied + 1;
+    }
+    // The oldest chunk is there.
+    __device__ __forceinline__ void await() const {
+        copy_async_wait<STAGES - 1>();
+        __syncwarp();
+    }
+    __device__ __forceinline__ const unsigned* tile(int i) const {
+        return reinterpret_cast<const unsigned*>(stages + used * stage_pieces + i * pieces);
+    }
+    // The oldest chunk is done with.
+    __device__ __forceinline__ void advance(int lane) {
+        __syncwarp();
+        copy(lane);
+        used = used + 1 == STAGES ? 0 : used + 1;
     }
 };
 
@@ -101,82 +120,106 @@ struct Rows {
     int sums_width;
 };
 
-// 16 outputs of up to 8 * GROUPS rows, by the block's warps in turn.
-template <typename F, int GROUPS>
-DEVICE void multiply_column(const Layer& layer, int tile_column, const Rows& rows, uint4* shared) {
-    const int lane = threadIdx.x % WARP, turn = threadIdx.x / WARP;
-    const int group = lane / 4, quad_lane = lane % 4;
-    const int chunks = layer.inputs / BLOCK;
-    Handed& handed = *reinterpret_cast<Handed*>(shared);
-    uint4* own = shared + sizeof(Handed) / 16 + turn * STAGES * TileStages<F>::stage_pieces;
-    TileStages<F> tiles(layer, tile_column, turn, own, lane);
+// A lane's inputs of 128: its row's, as the B operands of 8 steps.
+struct Inputs {
+    uint4 halves[HALF_STEPS];
+
+    __device__ __forceinline__ void load(const uint4* row, int chunk) {
+#pragma unroll
+        for (int i = 0; i < HALF_STEPS; i++) halves[i] = row[(chunk * HALF_STEPS + i) * 4];
+    }
+    __device__ __forceinline__ void multiply(int step, const unsigned weights[4], float sums[4]) const {
+        const uint4& four = halves[step / 2];
+        const unsigned even[2] = {four.x, four.y}, odd[2] = {four.z, four.w};
+        mma_16x8x16(sums, weights, step % 2 ? odd : even);
+    }
+};
+
+DEVICE const uint4* lane_inputs(const Rows& rows, int lane) {
+    const int pair = rows.members[smaller(lane / 4, rows.count - 1)];
+    return reinterpret_cast<const uint4*>(rows.ready + static_cast<int64>(pair) * rows.width) + lane % 4;
+}
+
+DEVICE void store_sums(const Chains<4>& chains, const Rows& rows, int tile_column, int lane) {
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const int member = 2 * (lane % 4) + i;
+        if (member >= rows.count) continue;
+        const int64 first = static_cast<int64>(rows.members[member]) * rows.sums_width;
+        float* place = rows.sums + first + tile_column * TILE + lane / 4;
+        place[0] = chains.result(i);
+        place[8] = chains.result(2 + i);
+    }
+}
+
+#if TURNS == 1
+// A warp's columns from first_column on, WARP_COLUMNS apart, to last_column - 1.
+template <typename F>
+DEVICE void multiply_columns(const Layer& layer, int first_column, int last_column, const Rows& rows, uint4* shared) {
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, chunks = layer.inputs / BLOCK;
+    const int first = first_column + warp;
+    if (first >= last_column) return;
+    TileStages<F> tiles(layer, first, (last_column - first + WARP_COLUMNS - 1) / WARP_COLUMNS, 0,
+                        shared + warp * STAGES * TileStages<F>::stage_pieces, lane);
     const LanePlace<F::twice> place(lane);
-    int staged = turn;
+    const uint4* row = lane_inputs(rows, lane);
+    for (int column = first; column < last_column; column += WARP_COLUMNS) {
+        Chains<4> chains;
+#pragma unroll 1
+        for (int chunk = 0; chunk < chunks; chunk++) {
+            Inputs inputs;
+            inputs.load(row, chunk);
+            if (chunk) chains.close(chunk, layer.inputs);
+            tiles.await();
 #pragma unroll
-    for (int stage = 0; stage < STAGES; stage++, staged += TURNS) {
-        if (staged < chunks) tiles.copy(stage, lane);
-        copy_async_commit();
+            for (int step = 0; step < TILES; step++) {
+                unsigned weights[4];
+                decode_fragment<F::codebook, F::twice>(tiles.tile(step), place, weights);
+                inputs.multiply(step, weights, chains.sums);
+            }
+            tiles.advance(lane);
+        }
+        store_sums(chains, rows, column, lane);
     }
-    const uint4* inputs = reinterpret_cast<const uint4*>(rows.ready);
-    int places[GROUPS];
-#pragma unroll
-    for (int g = 0; g < GROUPS; g++) {
-        const int member = smaller(GROUP_ROWS * g + group, rows.count - 1);
-        places[g] = rows.members[member] * (rows.width / 8) + quad_lane;
-    }
-    int stage = 0, round = 0;
+}
+#else
+// One column, by all warps in turn.
+template <typename F>
+DEVICE void multiply_columns(const Layer& layer, int column, int, const Rows& rows, uint4* shared) {
+    const int lane = threadIdx.x % WARP, turn = threadIdx.x / WARP, chunks = layer.inputs / BLOCK;
+    Handed& handed = *reinterpret_cast<Handed*>(shared);
+    TileStages<F> tiles(layer, column, 1, turn,
+                        shared + sizeof(Handed) / 16 + turn * STAGES * TileStages<F>::stage_pieces, lane);
+    const LanePlace<F::twice> place(lane);
+    const uint4* row = lane_inputs(rows, lane);
+    int round = 0;
 #pragma unroll 1
     for (int chunk = turn; chunk < chunks; chunk += TURNS, round++) {
-        uint4 early[HALF_STEPS];
-        if (GROUPS == 1)
-#pragma unroll
-            for (int i = 0; i < HALF_STEPS; i++) early[i] = inputs[places[0] + (chunk * HALF_STEPS + i) * 4];
-        copy_async_wait<STAGES - 1>();
-        __syncwarp();
+        Inputs inputs;
+        inputs.load(row, chunk);
+        tiles.await();
         unsigned weights[TILES][4];
 #pragma unroll
-        for (int i = 0; i < TILES; i++)
-            decode_fragment<F::codebook, F::twice>(tiles.tile(stage, i), place, weights[i]);
-        __syncwarp();
-        if (staged < chunks) tiles.copy(stage, lane);
-        copy_async_commit();
-        staged += TURNS;
-        stage = stage + 1 == STAGES ? 0 : stage + 1;
-
-        Chains<4 * GROUPS> chains;
+        for (int step = 0; step < TILES; step++)
+            decode_fragment<F::codebook, F::twice>(tiles.tile(step), place, weights[step]);
+        tiles.advance(lane);
+        Chains<4> chains;
         if (chunk) {
             wait_for_turn(turn == 0 ? TURNS : turn, turn == 0 ? round : round + 1);
-            take_chains<GROUPS>(chains, handed, lane);
+            take_chains(chains, handed, lane);
             chains.resume(chunk, layer.inputs);
         }
 #pragma unroll
-        for (int i = 0; i < HALF_STEPS; i++)
-#pragma unroll
-            for (int g = 0; g < GROUPS; g++)
-                if (GROUPS == 1 || GROUP_ROWS * g < rows.count) {
-                    const uint4 pairs =
-                        GROUPS == 1 ? early[i] : inputs[places[g] + (chunk * HALF_STEPS + i) * 4];
-                    const unsigned even[2] = {pairs.x, pairs.y}, odd[2] = {pairs.z, pairs.w};
-                    mma_16x8x16(chains.sums + 4 * g, weights[2 * i], even);
-                    mma_16x8x16(chains.sums + 4 * g, weights[2 * i + 1], odd);
-                }
+        for (int step = 0; step < TILES; step++) inputs.multiply(step, weights[step], chains.sums);
         if (chunk + 1 < chunks) {
-            put_chains<GROUPS>(chains, handed, lane);
+            put_chains(chains, handed, lane);
             hand_over(turn + 1);
-            continue;
+        } else {
+            store_sums(chains, rows, column, lane);
         }
-        const int column = tile_column * TILE + group;
-#pragma unroll
-        for (int g = 0; g < GROUPS; g++)
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                const int member = GROUP_ROWS * g + 2 * quad_lane + i % 2;
-                if (member < rows.count)
-                    rows.sums[static_cast<int64>(rows.members[member]) * rows.sums_width + column + 8 * (i / 2)] =
-                        chains.result(4 * g + i);
-            }
     }
 }
+#endif
 
 // What plain layers read: inputs [pairs / pairs_a_row, width], of which `real` values are no padding.
 struct PlainInputs {
@@ -184,61 +227,77 @@ struct PlainInputs {
     int width, real, pairs_a_row;
 };
 
-// 16 outputs of a plain layer, rows by turns.
-DEVICE void multiply_plain(const Layer& layer, int tile_column, const PlainInputs& inputs, const Rows& rows) {
-    const int column = tile_column * TILE + threadIdx.x % TILE;
-    if (column >= layer.outputs) return;
-    for (int member = threadIdx.x / TILE; member < rows.count; member += THREADS / TILE) {
-        const int pair = rows.members[member];
+// Columns of a plain layer, a thread an output of a row.
+DEVICE void multiply_plain(const Layer& layer, int first_column, int last_column, const PlainInputs& inputs,
+                           const Rows& rows) {
+    const int first = first_column * TILE, outputs = smaller(last_column * TILE, layer.outputs) - first;
+    for (int unit = threadIdx.x; unit < outputs * rows.count; unit += THREADS) {
+        const int column = first + unit % outputs, pair = rows.members[unit / outputs];
         const float* row = inputs.values + static_cast<int64>(pair / inputs.pairs_a_row) * inputs.width;
         rows.sums[static_cast<int64>(pair) * rows.sums_width + column] = plain_chain(layer, row, inputs.real, column);
     }
 }
 
-// The sums of 16 outputs of the rows.
-DEVICE void multiply(const Layer& layer, int tile_column, const PlainInputs& plain, const Rows& rows, uint4* shared) {
+// The sums of the rows with columns first_column to last_column - 1, as far as the layer has them.
+DEVICE void multiply(const Layer& layer, int first_column, int last_column, const PlainInputs& plain, const Rows& rows,
+                     uint4* shared) {
 #if PLAIN_LAYERS
     if (layer.format == PLAIN) {
-        multiply_plain(layer, tile_column, plain, rows);
+        multiply_plain(layer, first_column, last_column, plain, rows);
         return;
     }
 #endif
-    if (tile_column * TILE >= layer.outputs) return;
+    if (first_column * TILE >= layer.outputs) return;
     begin_turns();
+    const int last = smaller(last_column, layer.outputs / TILE);
     with_format(layer.format, [&](auto format) {
-        using F = decltype(format);
-        if (ROW_GROUPS == 1 || rows.count <= GROUP_ROWS) multiply_column<F, 1>(layer, tile_column, rows, shared);
-        else multiply_column<F, ROW_GROUPS>(layer, tile_column, rows, shared);
+        multiply_columns<decltype(format)>(layer, first_column, last, rows, shared);
     });
 }
 
+// Ask early for what the last block of 128 outputs will read.
+DEVICE void fetch_scales(const half_bits* scales, int tile_column) {
+#ifndef EMULATED
+    if (scales && threadIdx.x == 0)
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(scales + tile_column * TILE) : "memory");
+#endif
+}
+
+// How often thread blocks of `columns` columns arrive at a block of 128 outputs.
+DEVICE int arrivals(int columns) { return columns < TILES ? TILES / columns : 1; }
+
 // ready [2][pairs, width], the inputs of gate and up -> those of down: halves, or floats if plain [pairs, inner_width].
 //
-// grid (2 * inner_width / 16, tiles and one more if there are gate weights), 128 threads: the first blocks then compute
-// the shared expert's gate. sums [pairs, 2, inner_width] is scratch; counters [experts + 1, inner_width / 128] are
-// zeros, and are again. x [rows, hidden] is read by plain layers.
+// grid (2 * inner_width / 16 / columns, tiles and one more if there are gate weights), 128 threads: the first blocks
+// then compute the shared expert's gate. columns: 1 by turns, else 4 or 8. sums [pairs, 2, inner_width] is scratch;
+// counters [experts + 1, 8, inner_width / 128] are zeros, and are again. x [rows, hidden] is read by plain layers.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_A_PROCESSOR) multiply_gate_up(
     const Layer* layers, const RowTile* tiles, const int* members, const half_bits* ready, int pairs, int width,
     const float* x, int hidden, int pairs_a_row, float* sums, int* counters, half_bits* halves, float* floats,
-    int inner_width, const float* gate_weights, int gate_inputs, const float* gate_bias, float* gate_logits) {
+    int inner_width, int columns, const float* gate_weights, int gate_inputs, const float* gate_bias,
+    float* gate_logits) {
     DYNAMIC_SHARED(uint4, shared);
     if (gate_weights && blockIdx.y == 0) {
-        shared_gate_logits(x, hidden, pairs / pairs_a_row, blockIdx.x * GATE_ROWS, gate_weights, gate_inputs, gate_bias,
-                           gate_logits, *reinterpret_cast<GateInputs<GATE_ROWS>*>(shared));
+        const int rows = pairs / pairs_a_row;
+        for (int first = blockIdx.x * GATE_ROWS; first < rows; first += gridDim.x * GATE_ROWS)
+            shared_gate_logits(x, hidden, rows, first, gate_weights, gate_inputs, gate_bias, gate_logits,
+                               *reinterpret_cast<GateInputs<GATE_ROWS>*>(shared));
         return;
     }
     const RowTile tile = tiles[blockIdx.y - (gate_weights ? 1 : 0)];
     if (tile.count == 0) return;
-    const int tile_columns = inner_width / TILE, side = blockIdx.x / tile_columns;
-    const int tile_column = blockIdx.x % tile_columns, block = tile_column / TILES;
+    const int side_blocks = inner_width / TILE / columns, side = blockIdx.x / side_blocks;
+    const int tile_column = blockIdx.x % side_blocks * columns, block = tile_column / TILES;
     if (block * BLOCK >= whole_blocks(layer_of(layers, tile.expert, GATE).outputs)) return;
     const int* list = members + tile.first;
     const int64 side_pairs = static_cast<int64>(side) * pairs;
     const Rows rows = {list, tile.count, ready + side_pairs * width, width, sums + side * inner_width, 2 * inner_width};
     const Layer layer = layer_of(layers, tile.expert, GATE + side);
-    multiply(layer, tile_column, {x, hidden, hidden, pairs_a_row}, rows, shared);
-    const int blocks = inner_width / BLOCK;
-    if (!arrives_last(counters + tile.expert * blocks + block, 2 * TILES)) return;
+    fetch_scales(layer.output_scales, tile_column);
+    fetch_scales(layer_of(layers, tile.expert, DOWN).input_scales, tile_column);
+    multiply(layer, tile_column, tile_column + columns, {x, hidden, hidden, pairs_a_row}, rows, shared);
+    int* counter = counters + (tile.expert * MOST_PARTS + tile.part) * (inner_width / BLOCK) + block;
+    if (!arrives_last(counter, 2 * arrivals(columns))) return;
     for (int first = 0; first < tile.count; first += THREADS / OCTET) {
         const int member = first + threadIdx.x / OCTET;
         const int64 pair = list[smaller(member, tile.count - 1)];
@@ -272,31 +331,36 @@ DEVICE void add_pairs(const Layer* layers, const float* sums, const int* ids, co
     __syncthreads();
 }
 
-// Inputs of down -> y [rows, hidden]. grid (width / 16, tiles), 128 threads.
+// Inputs of down -> y [rows, hidden]. grid (ceil(width / 16 / columns), tiles), 128 threads.
 //
+// columns: 1 by turns, else 4, 8, 16 or 32.
 // sums [pairs, width] is scratch; counters [64, width / 128] are zeros, and are again. (chosen + 1) * 128 floats of
 // shared memory, or what the products need.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_A_PROCESSOR) multiply_down(
     const Layer* layers, const RowTile* tiles, const int* members, const half_bits* halves, const float* floats,
     int inner_width, float* sums, int* counters, const int* ids, const float* weights, const float* gate_logits,
-    int chosen, int experts, float* y, int hidden, int width) {
+    int chosen, int experts, float* y, int hidden, int width, int columns) {
     DYNAMIC_SHARED(uint4, shared);
-    __shared__ int complete[GROUP_ROWS * ROW_GROUPS];
+    __shared__ int complete[TILE_ROWS * MOST_BLOCKS];
     const RowTile tile = tiles[blockIdx.y];
     if (tile.count == 0) return;
-    const int tile_column = blockIdx.x, block = tile_column / TILES;
+    const int tile_column = blockIdx.x * columns, first_block = tile_column / TILES;
     const int* list = members + tile.first;
     const Rows rows = {list, tile.count, halves, inner_width, sums, width};
     const Layer layer = layer_of(layers, tile.expert, DOWN);
-    multiply(layer, tile_column, {floats, inner_width, inner_width, 1}, rows, shared);
+    for (int i = 0; i < columns; i += TILES)
+        fetch_scales(layer.output_scales, smaller(tile_column + i, width / TILE - 1));
+    multiply(layer, tile_column, tile_column + columns, {floats, inner_width, inner_width, 1}, rows, shared);
     __syncthreads();
-    if (threadIdx.x < tile.count) {
-        const int row = list[threadIdx.x] / (chosen + 1);
-        complete[threadIdx.x] = is_last(counters + row * (width / BLOCK) + block, TILES * (chosen + 1)) ? row : -1;
+    const int blocks = smaller((columns + TILES - 1) / TILES, width / BLOCK - first_block);
+    if (threadIdx.x < blocks * tile.count) {
+        const int row = list[threadIdx.x / blocks] / (chosen + 1), block = first_block + threadIdx.x % blocks;
+        int* counter = counters + row * (width / BLOCK) + block;
+        complete[threadIdx.x] = is_last(counter, arrivals(columns) * (chosen + 1)) ? row : -1;
     }
     __syncthreads();
-    for (int member = 0; member < tile.count; member++)
-        if (complete[member] >= 0)
-            add_pairs(layers, sums, ids, weights, gate_logits, complete[member], chosen, experts, block, width,
-                      reinterpret_cast<float*>(shared), y, hidden);
+    for (int i = 0; i < blocks * tile.count; i++)
+        if (complete[i] >= 0)
+            add_pairs(layers, sums, ids, weights, gate_logits, complete[i], chosen, experts, first_block + i % blocks,
+                      width, reinterpret_cast<float*>(shared), y, hidden);
 }

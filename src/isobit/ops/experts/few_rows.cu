@@ -1,28 +1,27 @@
-// Before the products of up to 64 rows: tiles of rows, and the inputs of gate and up.
+// Before the products of up to 64 rows: tiles of up to 8 rows of an expert, and the inputs of gate and up.
 //
-// Tile 0 is the shared expert with every row; tile 1 + p stands at routed pair p, where an expert is first chosen, and
-// is empty elsewhere. So launches depend on the number of rows alone.
+// The shared expert's tiles are the first; after them one stands at each routed pair with which a tile of its expert
+// begins, and is empty elsewhere. So launches depend on the number of rows alone.
 #include "ops/experts/layers.cuh"
 
-constexpr int MOST_ROWS = 64;
-
-// Fill the tile of routed pair number `routed` = row * chosen + choice, by one warp.
-DEVICE void find_rows(const int* ids, int rows, int chosen, int routed, int lane, RowTile* tiles, int* members) {
-    const int expert = ids[routed];
-    int* list = members + (1 + routed) * MOST_ROWS;
-    int count = 0;
-    bool first = true;
+// Fill tile `shared_tiles` + routed, of routed pair number `routed` = row * chosen + choice, by one warp.
+DEVICE void find_rows(const int* ids, int rows, int chosen, int routed, int shared_tiles, int lane, RowTile* tiles,
+                      int* members) {
+    const int expert = ids[routed], first = (shared_tiles + routed) * TILE_ROWS;
+    int before = 0, count = 0;
     for (int begin = 0; begin < rows * chosen; begin += WARP) {
         const int other = begin + lane;
         const bool same = other < rows * chosen && ids[other] == expert;
-        const unsigned lanes = ballot(same);
-        first = first && ballot(same && other < routed) == 0;
-        if (same && other >= routed)
-            list[count + popcount(lanes & ((1u << lane) - 1))] = other / chosen * (chosen + 1) + other % chosen;
-        if (first) count += popcount(lanes);
-        else break;
+        const unsigned earlier = ballot(same && other < routed), others = ballot(same && other >= routed);
+        const int place = count + popcount(others & ((1u << lane) - 1));
+        if (same && other >= routed && place < TILE_ROWS)
+            members[first + place] = other / chosen * (chosen + 1) + other % chosen;
+        before += popcount(earlier);
+        count += popcount(others);
     }
-    if (lane == 0) tiles[1 + routed] = {expert, (1 + routed) * MOST_ROWS, first ? count : 0, 0};
+    const bool begins = before % TILE_ROWS == 0;
+    if (lane == 0)
+        tiles[shared_tiles + routed] = {expert, first, begins ? smaller(count, TILE_ROWS) : 0, before / TILE_ROWS};
 }
 
 // x [rows, hidden] -> each pair's inputs of gate and up: ready [2][pairs, width]; and the tiles.
@@ -32,10 +31,12 @@ extern "C" __global__ void __launch_bounds__(WARP) prepare_rows(
     int chosen, int experts, int hidden, int width) {
     const int pair = blockIdx.y, lane = threadIdx.x, j = lane % OCTET, blocks = width / BLOCK;
     const int row = pair / (chosen + 1), choice = pair % (chosen + 1);
-    if (blockIdx.x == 0) {
-        if (choice < chosen) find_rows(ids, rows, chosen, row * chosen + choice, lane, tiles, members);
-        else if (lane == 0) members[row] = pair;
-        if (pair == 0 && lane == 0) tiles[0] = {experts, 0, rows, 0};
+    if (blockIdx.x == 0 && choice < chosen)
+        find_rows(ids, rows, chosen, row * chosen + choice, (rows + TILE_ROWS - 1) / TILE_ROWS, lane, tiles, members);
+    if (blockIdx.x == 0 && choice == chosen && lane == 0) {
+        members[row] = pair;
+        if (row % TILE_ROWS == 0)
+            tiles[row / TILE_ROWS] = {experts, row, smaller(rows - row, TILE_ROWS), row / TILE_ROWS};
     }
     const bool writes = blockIdx.x * OCTETS + lane / OCTET < blocks;
     const int block = smaller(static_cast<int>(blockIdx.x) * OCTETS + lane / OCTET, blocks - 1);

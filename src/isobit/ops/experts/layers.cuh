@@ -31,8 +31,10 @@ struct Layer {
     int real_outputs;
 };
 
-// Rows of one expert that are computed together: `count` entries of the list of pairs from `first` on.
-struct alignas(16) RowTile { int expert, first, count, unused; };
+// Rows of one expert that are computed together: `count` entries of the list of pairs from `first` on. part: of a few
+// rows, number of the expert's tile, below MOST_PARTS.
+struct alignas(16) RowTile { int expert, first, count, part; };
+constexpr int TILE_ROWS = 8, MOST_PARTS = 8;  // of a few rows
 
 DEVICE const Layer& layer_of(const Layer* layers, int expert, int projection) {
     return layers[expert * PROJECTIONS + projection];

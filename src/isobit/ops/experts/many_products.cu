@@ -1,16 +1,16 @@
 // The products of many rows, tiles decoded inside; the bytes are those of few_products.cu.
 //
-// Macros: ROW_TILE, the most rows of one expert in a block, 64 or 128; WARPGROUPS, 1 for the products of wgmma.cuh.
+// Macros: ROW_TILE, the most rows of one expert in a block, 64, 128 or, of warpgroups, 160; WARPGROUPS, 1 for the
+// products of wgmma.cuh. A *side* is the warps with 128 outputs of one layer.
 #define NATURAL_ORDER 1
 #include "ops/experts/formats.cuh"
 #if WARPGROUPS
 #include "ops/experts/wgmma.cuh"
 #endif
 
-constexpr int SIDES = 2;  // blocks of 128 outputs in a thread block: gate and up, or two of down
-constexpr int SIDE_WARPS = 4, SIDE_THREADS = SIDE_WARPS * WARP;
-constexpr int THREADS = SIDES * SIDE_THREADS;
-constexpr int BLOCK_TILES = BLOCK / TILE;  // side by side; a warp has one of the first half and one of the second
+constexpr int BLOCK_TILES = BLOCK / TILE;  // side by side
+constexpr int WARP_TILES = WARPGROUPS ? 1 : 2;  // a warp's, SIDE_WARPS apart
+constexpr int SIDE_WARPS = BLOCK_TILES / WARP_TILES, SIDE_THREADS = SIDE_WARPS * WARP;
 constexpr int GROUP_ROWS = 8;
 constexpr int STAGE_INPUTS = 64, STAGE_STEPS = STAGE_INPUTS / TILE;
 constexpr int ROW_PIECES = STAGE_INPUTS / 8;  // of 16 bytes, in a row of a stage
@@ -27,14 +27,14 @@ DEVICE constexpr int most_twice() {
 }
 constexpr int SIDE_TILE_PIECES = STAGE_STEPS * BLOCK_TILES * most_twice();  // with the widest format that layers have
 
-// What a thread copies of each stage to shared memory: pieces of 16 bytes of ROWS rows, swizzled, which COPYING threads
-// share, and of its side's tiles. Threads without a piece of their own copy another's.
-template <typename F, int ROWS, int COPYING>
+// What a thread copies of each stage to shared memory: pieces of 16 bytes of its side's ROWS rows, swizzled, and of its
+// side's tiles. Threads without a piece of their own copy another's.
+template <typename F, int ROWS>
 struct Copies {
-    static constexpr int row_rounds = ROWS * ROW_PIECES / COPYING, rows_a_round = COPYING / ROW_PIECES;
+    static constexpr int row_rounds = ROWS * ROW_PIECES / SIDE_THREADS, rows_a_round = SIDE_THREADS / ROW_PIECES;
     static constexpr int tile_pieces = STAGE_STEPS * BLOCK_TILES * tile_bytes(F::twice) / 16;
     static constexpr int tile_rounds = (tile_pieces + SIDE_THREADS - 1) / SIDE_THREADS;
-    static_assert(ROWS * ROW_PIECES % COPYING == 0 && rows_a_round % 8 == 0, "rounds of rows have one swizzle");
+    static_assert(ROWS % rows_a_round == 0 && rows_a_round % 8 == 0, "rounds of rows have one swizzle");
     const unsigned char* next_rows;
     const unsigned char* next_tiles;
     unsigned row_offsets[row_rounds], tile_offsets[tile_rounds];  // in bytes
@@ -43,8 +43,8 @@ struct Copies {
 
     __device__ __forceinline__ Copies(const Layer& layer, int first_column, const half_bits* ready, int width,
                                       const int* members, int count) {
-        const int row_thread = threadIdx.x % COPYING, side_thread = threadIdx.x % SIDE_THREADS;
-        const int first = row_thread / ROW_PIECES, piece = row_thread % ROW_PIECES;
+        const int side_thread = threadIdx.x % SIDE_THREADS;
+        const int first = side_thread / ROW_PIECES, piece = side_thread % ROW_PIECES;
         next_rows = reinterpret_cast<const unsigned char*>(ready) + 16 * piece;
         row_place = first * ROW_PIECES + (piece ^ first % 8);
 #pragma unroll
@@ -64,7 +64,7 @@ struct Copies {
     __device__ __forceinline__ void copy(uint4* rows, uint4* tiles) {
 #pragma unroll
         for (int i = 0; i < row_rounds; i++)
-            copy_async_16(rows + row_place + i * COPYING, next_rows + row_offsets[i]);
+            copy_async_16(rows + row_place + i * SIDE_THREADS, next_rows + row_offsets[i]);
 #pragma unroll
         for (int i = 0; i < tile_rounds; i++) copy_async_16(tiles + tile_places[i], next_tiles + tile_offsets[i]);
         next_rows += 2 * STAGE_INPUTS;
@@ -72,16 +72,16 @@ struct Copies {
     }
 };
 
-// A warp's sums of 16 outputs of either half of a block with up to ROWS rows.
+// A warp's sums of each of its tiles with up to ROWS rows.
 template <int ROWS>
 struct WarpSums {
-    Chains<4 * ROWS / GROUP_ROWS> low, high;
+    Chains<4 * ROWS / GROUP_ROWS> tiles[WARP_TILES];
 };
 
-// The words of a warp's tile of a step, in the low or high half of the outputs.
+// The words of a warp's tile of a step.
 template <typename F>
-DEVICE const unsigned* stage_tile(const uint4* tiles, int step, int half, int side_warp) {
-    const int tile = step * BLOCK_TILES + half * SIDE_WARPS + side_warp;
+DEVICE const unsigned* stage_tile(const uint4* tiles, int step, int warp_tile, int side_warp) {
+    const int tile = step * BLOCK_TILES + warp_tile * SIDE_WARPS + side_warp;
     return reinterpret_cast<const unsigned*>(tiles) + tile * tile_words(F::twice);
 }
 
@@ -91,15 +91,13 @@ template <typename F, int ROWS>
 DEVICE void multiply_stage(const uint4* rows, const uint4* tiles, int side_warp, int count,
                            const LanePlace<F::twice>& place, WarpSums<ROWS>& sums) {
     const uint64 operand = wgmma_descriptor(rows);
-    unsigned weights[2][2][4];
+    unsigned weights[2][4];
 #pragma unroll
     for (int step = 0; step < STAGE_STEPS; step++) {
-        unsigned(*own)[4] = weights[step % 2];
-        decode_fragment<F::codebook, F::twice>(stage_tile<F>(tiles, step, 0, side_warp), place, own[0]);
-        decode_fragment<F::codebook, F::twice>(stage_tile<F>(tiles, step, 1, side_warp), place, own[1]);
+        unsigned* own = weights[step % 2];
+        decode_fragment<F::codebook, F::twice>(stage_tile<F>(tiles, step, 0, side_warp), place, own);
         wgmma_fence();
-        wgmma<ROWS>(sums.low.sums, own[0], operand + step * (2 * TILE >> 4));
-        wgmma<ROWS>(sums.high.sums, own[1], operand + step * (2 * TILE >> 4));
+        wgmma<ROWS>(sums.tiles[0].sums, own, operand + step * (2 * TILE >> 4));
         wgmma_commit();
         wgmma_wait<1>();
     }
@@ -115,23 +113,24 @@ DEVICE void multiply_stage(const uint4* rows, const uint4* tiles, int side_warp,
     const int lane = threadIdx.x % WARP;
 #pragma unroll
     for (int first = 0; first < STAGE_STEPS; first += 2) {
-        unsigned weights[2][2][4];
+        unsigned weights[2][WARP_TILES][4];
 #pragma unroll
         for (int step = 0; step < 2; step++)
 #pragma unroll
-            for (int half = 0; half < 2; half++)
-                decode_fragment<F::codebook, F::twice>(stage_tile<F>(tiles, first + step, half, side_warp), place,
-                                                       weights[step][half]);
+            for (int i = 0; i < WARP_TILES; i++)
+                decode_fragment<F::codebook, F::twice>(stage_tile<F>(tiles, first + step, i, side_warp), place,
+                                                       weights[step][i]);
         const uint4* row = rows + lane % 8 * ROW_PIECES + ((2 * first + lane / 8) ^ lane % 8);
 #pragma unroll
         for (int g = 0; g < ROWS / GROUP_ROWS; g++)
             if (GROUP_ROWS * g < count) {
                 unsigned inputs[4];
                 load_matrix_x4(inputs, row + g * GROUP_ROWS * ROW_PIECES);
-                mma_16x8x16(sums.low.sums + 4 * g, weights[0][0], inputs);
-                mma_16x8x16(sums.high.sums + 4 * g, weights[0][1], inputs);
-                mma_16x8x16(sums.low.sums + 4 * g, weights[1][0], inputs + 2);
-                mma_16x8x16(sums.high.sums + 4 * g, weights[1][1], inputs + 2);
+#pragma unroll
+                for (int step = 0; step < 2; step++)
+#pragma unroll
+                    for (int i = 0; i < WARP_TILES; i++)
+                        mma_16x8x16(sums.tiles[i].sums + 4 * g, weights[step][i], inputs + 2 * step);
             }
     }
 }
@@ -165,18 +164,17 @@ struct Rows {
     int plain_width, real, pairs_a_row;
 };
 
-// A side's sums of the rows with 128 outputs of `layer` from first_column on -> float [ROW_TILE][SUMS_STRIDE].
+// The sums of the rows with a side's 128 outputs of `layer` from first_column on -> float [ROW_TILE][SUMS_STRIDE].
 //
-// `shared` has room for the stages, and for the sums of both sides afterwards. ONE_INPUT: the sides have the same rows.
-// A side without outputs of its own (`multiplies` false) keeps the barriers.
-template <typename F, int ROWS, bool ONE_INPUT>
+// `shared` has room for the stages of all SIDES, and for their sums afterwards. A side that computes nothing here
+// (`multiplies` false) keeps the barriers.
+template <typename F, int ROWS, int SIDES>
 DEVICE void multiply_columns(const Layer& layer, int first_column, bool multiplies, const Rows& rows, uint4* shared) {
     const int side = threadIdx.x / SIDE_THREADS, side_warp = threadIdx.x % SIDE_THREADS / WARP;
     const int stages = layer.inputs / STAGE_INPUTS;
-    uint4* stage_rows = shared + (ONE_INPUT ? 0 : side) * SIDE_PIECES;
+    uint4* stage_rows = shared + side * SIDE_PIECES;
     uint4* stage_tiles = shared + STAGES * SIDES * SIDE_PIECES + side * SIDE_TILE_PIECES;
-    constexpr int COPYING = ONE_INPUT ? THREADS : SIDE_THREADS;
-    Copies<F, ROWS, COPYING> copies(layer, first_column, rows.ready, rows.width, rows.members, rows.count);
+    Copies<F, ROWS> copies(layer, first_column, rows.ready, rows.width, rows.members, rows.count);
     int slot = 0, copy_slot = 0;
     auto copy_stage = [&](int stage) {
         if (stage < stages)
@@ -198,8 +196,8 @@ DEVICE void multiply_columns(const Layer& layer, int first_column, bool multipli
 #if LONG_LAYERS
             if (stage && stage % (BLOCK / STAGE_INPUTS) == 0) {
                 end_products();
-                warp_sums.low.close(stage / (BLOCK / STAGE_INPUTS), layer.inputs);
-                warp_sums.high.close(stage / (BLOCK / STAGE_INPUTS), layer.inputs);
+                for (int i = 0; i < WARP_TILES; i++)
+                    warp_sums.tiles[i].close(stage / (BLOCK / STAGE_INPUTS), layer.inputs);
             }
 #endif
             multiply_stage<F, ROWS>(stage_rows + slot * SIDES * SIDE_PIECES,
@@ -212,49 +210,49 @@ DEVICE void multiply_columns(const Layer& layer, int first_column, bool multipli
     __syncthreads();
     if (!multiplies) return;
     float* sums = reinterpret_cast<float*>(shared) + side * ROW_TILE * SUMS_STRIDE;
-    keep_sums<ROWS / GROUP_ROWS>(warp_sums.low, side_warp * TILE, rows.count, sums);
-    keep_sums<ROWS / GROUP_ROWS>(warp_sums.high, (SIDE_WARPS + side_warp) * TILE, rows.count, sums);
+#pragma unroll
+    for (int i = 0; i < WARP_TILES; i++)
+        keep_sums<ROWS / GROUP_ROWS>(warp_sums.tiles[i], (i * SIDE_WARPS + side_warp) * TILE, rows.count, sums);
 }
 
 // With code for the layer's format and for about the tile's number of rows.
-template <bool ONE_INPUT>
+template <int SIDES>
 DEVICE void multiply_trellis(const Layer& layer, int first_column, bool multiplies, const Rows& rows, uint4* shared) {
     with_format(layer.format, [&](auto format) {
         using F = decltype(format);
-        if (rows.count <= 32) multiply_columns<F, 32, ONE_INPUT>(layer, first_column, multiplies, rows, shared);
+        if (rows.count <= 32) multiply_columns<F, 32, SIDES>(layer, first_column, multiplies, rows, shared);
 #if WARPGROUPS
-        else if (rows.count <= 64) multiply_columns<F, 64, ONE_INPUT>(layer, first_column, multiplies, rows, shared);
-        else if (rows.count <= 96) multiply_columns<F, 96, ONE_INPUT>(layer, first_column, multiplies, rows, shared);
+        else if (rows.count <= 64) multiply_columns<F, 64, SIDES>(layer, first_column, multiplies, rows, shared);
+        else if (rows.count <= 96) multiply_columns<F, 96, SIDES>(layer, first_column, multiplies, rows, shared);
+        else if (rows.count <= 128) multiply_columns<F, 128, SIDES>(layer, first_column, multiplies, rows, shared);
 #endif
-        else multiply_columns<F, ROW_TILE, ONE_INPUT>(layer, first_column, multiplies, rows, shared);
+        else multiply_columns<F, ROW_TILE, SIDES>(layer, first_column, multiplies, rows, shared);
     });
 }
 
 // The same for a plain layer.
 DEVICE void multiply_plain(const Layer& layer, int first_column, const Rows& rows, float* sums) {
-    const int thread = threadIdx.x % SIDE_THREADS, column = first_column + thread;
+    const int thread = threadIdx.x % SIDE_THREADS, own = thread % BLOCK, column = first_column + own;
     if (column >= layer.outputs) return;
-    for (int row = 0; row < rows.count; row++) {
+    for (int row = thread / BLOCK; row < rows.count; row += SIDE_THREADS / BLOCK) {
         const float* values = rows.values + static_cast<int64>(rows.members[row] / rows.pairs_a_row) * rows.plain_width;
-        sums[row * SUMS_STRIDE + thread] = plain_chain(layer, values, rows.real, column);
+        sums[row * SUMS_STRIDE + own] = plain_chain(layer, values, rows.real, column);
     }
 }
 
-// Both sides' sums, each trellis or plain, in shared memory. A trellis side and a plain one keep the same barriers. A
-// side may have no outputs at all (`has_outputs` false).
-template <bool ONE_INPUT>
-DEVICE void multiply_sides(const Layer& layer, const Layer& other_layer, int first_column, bool has_outputs,
-                           const Rows& rows, uint4* shared) {
-    const int column = has_outputs ? first_column : 0;
+// All sides' sums, each trellis or plain, in shared memory. A trellis side and a plain one keep the same barriers.
+template <int SIDES>
+DEVICE void multiply_sides(const Layer& layer, const Layer& other_layer, int first_column, const Rows& rows,
+                           uint4* shared) {
 #if PLAIN_LAYERS
     const bool plain = layer.format == PLAIN;
     if (!plain || other_layer.format != PLAIN)
-        multiply_trellis<ONE_INPUT>(plain ? other_layer : layer, column, has_outputs && !plain, rows, shared);
-    if (plain && has_outputs)
-        multiply_plain(layer, column, rows,
+        multiply_trellis<SIDES>(plain ? other_layer : layer, first_column, !plain, rows, shared);
+    if (plain)
+        multiply_plain(layer, first_column, rows,
                        reinterpret_cast<float*>(shared) + threadIdx.x / SIDE_THREADS * ROW_TILE * SUMS_STRIDE);
 #else
-    multiply_trellis<ONE_INPUT>(layer, column, has_outputs, rows, shared);
+    multiply_trellis<SIDES>(layer, first_column, true, rows, shared);
 #endif
     __syncthreads();
 }
@@ -267,15 +265,15 @@ extern __shared__ __align__(1024) uint4 stages_and_sums[];
 #define STAGES_AND_SUMS(name) DYNAMIC_SHARED(uint4, name)
 #endif
 
-// A thread's row of each THREADS / OCTET rows: neighbouring octets read sums two rows apart, in other banks.
+// A thread's row of each blockDim.x / OCTET rows: neighbouring octets read sums two rows apart, in other banks.
 DEVICE int octet_row() {
     const int octet = threadIdx.x / OCTET;
     return octet & ~3 | (octet & 1) << 1 | octet >> 1 & 1;
 }
 
 // ready [2][pairs, width] of gate and up -> inputs of down [pairs, inner_width]: halves, or floats if plain.
-// grid (blocks of 128 inner values, tiles), 256 threads. x [rows, hidden] is read by plain layers.
-extern "C" __global__ void __launch_bounds__(THREADS, 1) multiply_gate_up(
+// grid (blocks of 128 inner values, tiles), two sides. x [rows, hidden] is read by plain layers.
+extern "C" __global__ void __launch_bounds__(2 * SIDE_THREADS, 1) multiply_gate_up(
     const Layer* layers, const RowTile* tiles, const int* members, const half_bits* ready, int64 ready_side, int width,
     const float* x, int hidden, int pairs_a_row, half_bits* halves, float* floats, int inner_width) {
     STAGES_AND_SUMS(shared);
@@ -284,10 +282,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) multiply_gate_up(
     if (tile.count == 0 || block * BLOCK >= whole_blocks(layer_of(layers, tile.expert, GATE).outputs)) return;
     const int* list = members + tile.first;
     const Rows rows = {list, tile.count, ready + side * ready_side, width, x, hidden, hidden, pairs_a_row};
-    multiply_sides<false>(layer_of(layers, tile.expert, GATE + side), layer_of(layers, tile.expert, UP - side),
-                          block * BLOCK, true, rows, shared);
+    multiply_sides<2>(layer_of(layers, tile.expert, GATE + side), layer_of(layers, tile.expert, UP - side),
+                      block * BLOCK, rows, shared);
     const float* sums = reinterpret_cast<const float*>(shared);
-    for (int first = 0; first < tile.count; first += THREADS / OCTET) {
+    for (int first = 0; first < tile.count; first += 2 * SIDE_THREADS / OCTET) {
         const bool writes = first + octet_row() < tile.count;
         const int row = smaller(first + octet_row(), tile.count - 1);
         const float* gate_sums = sums + row * SUMS_STRIDE;
@@ -297,30 +295,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) multiply_gate_up(
     }
 }
 
-// Inputs of down [pairs, inner_width] -> weighted outputs, terms [pairs, width]. grid (256 outputs, tiles).
-extern "C" __global__ void __launch_bounds__(THREADS, 1) multiply_down(
+// Inputs of down [pairs, inner_width] -> weighted outputs, terms [pairs, width]. grid (blocks of 128 outputs, tiles),
+// one side, so that a processor has two blocks: one multiplies while the other begins or ends.
+extern "C" __global__ void __launch_bounds__(SIDE_THREADS, 2) multiply_down(
     const Layer* layers, const RowTile* tiles, const int* members, const half_bits* halves, const float* floats,
     int inner_width, const float* weights, const float* gate_logits, float* terms, int width, int chosen) {
     STAGES_AND_SUMS(shared);
     const RowTile tile = tiles[blockIdx.y];
     if (tile.count == 0) return;
-    const int block = SIDES * blockIdx.x + threadIdx.x / SIDE_THREADS;
+    const int block = blockIdx.x;
     const Layer& down = layer_of(layers, tile.expert, DOWN);
     const int* list = members + tile.first;
     const Rows rows = {list, tile.count, halves, inner_width, floats, inner_width, inner_width, 1};
-    multiply_sides<true>(down, down, block * BLOCK, block * BLOCK < width, rows, shared);
+    multiply_sides<1>(down, down, block * BLOCK, rows, shared);
     const float* sums = reinterpret_cast<const float*>(shared);
-    for (int first = 0; first < tile.count; first += THREADS / OCTET) {
+    for (int first = 0; first < tile.count; first += SIDE_THREADS / OCTET) {
         const bool is_row = first + octet_row() < tile.count;
         const int row = smaller(first + octet_row(), tile.count - 1);
         const int64 pair = list[row];
         const int x_row = pair / (chosen + 1), choice = pair % (chosen + 1);
         const float weight = choice == chosen ? sigmoid32(gate_logits[x_row]) : weights[x_row * chosen + choice];
-        for (int side = 0; side < SIDES; side++) {
-            const int out_block = SIDES * blockIdx.x + side;
-            if (out_block * BLOCK >= width) break;
-            write_terms(down, out_block, sums + (side * ROW_TILE + row) * SUMS_STRIDE, weight, threadIdx.x % OCTET,
-                        is_row, terms + pair * width + out_block * BLOCK);
-        }
+        write_terms(down, block, sums + row * SUMS_STRIDE, weight, threadIdx.x % OCTET, is_row,
+                    terms + pair * width + block * BLOCK);
     }
 }

@@ -4,11 +4,11 @@
 
 constexpr int GATE_THREADS = 128, GATE_WARPS = GATE_THREADS / WARP;
 
-// 128 inputs of ROWS rows and of the weights; a lane a row reads a column without conflicts.
+// 128 inputs of ROWS rows and of the weights; a lane a row reads four columns without conflicts.
 template <int ROWS>
 struct GateInputs {
-    float rows[ROWS][BLOCK + 1];
-    float weights[BLOCK];
+    alignas(16) float rows[ROWS][BLOCK + 4];
+    alignas(16) float weights[BLOCK];
 };
 
 // A warp's part of 128 inputs: rows warp, warp + 4, ... and, of the weights, 32.
@@ -64,11 +64,18 @@ DEVICE void shared_gate_logits(const float* x, int hidden, int rows, int first_r
         if (first + BLOCK < inputs)
             loads.load(source, hidden, rows_left, weights, inputs, first + BLOCK, warp, lane);
         if (first) chain.close(first / BLOCK, inputs);
-        const int count = smaller(BLOCK, inputs - first);
+        const int fours = smaller(BLOCK, inputs - first) / 4;
         if (threadIdx.x < rows_left) {
-#pragma unroll 16
-            for (int k = 0; k < count; k++)
-                chain.sums[0] = fma32(staged.rows[lane][k], staged.weights[k], chain.sums[0]);
+            const float4* row = reinterpret_cast<const float4*>(staged.rows[lane]);
+            const float4* column = reinterpret_cast<const float4*>(staged.weights);
+#pragma unroll 8
+            for (int i = 0; i < fours; i++) {
+                const float4 values = row[i], factors = column[i];
+                chain.sums[0] = fma32(values.x, factors.x, chain.sums[0]);
+                chain.sums[0] = fma32(values.y, factors.y, chain.sums[0]);
+                chain.sums[0] = fma32(values.z, factors.z, chain.sums[0]);
+                chain.sums[0] = fma32(values.w, factors.w, chain.sums[0]);
+            }
         }
     }
     if (threadIdx.x < rows_left) {

@@ -1,4 +1,4 @@
-// Warpgroup products of Hopper: 64 outputs from registers times 32 to 128 rows of halves in shared memory.
+// Warpgroup products of Hopper: 64 outputs from registers times 32 to 160 rows of halves in shared memory.
 //
 // The accumulator's registers are laid out as those of mma_16x8x16, group of 8 rows after group, for each of the four
 // warps' 16 outputs; so is the A operand.
@@ -24,6 +24,7 @@ DEVICE uint64 wgmma_descriptor(const void* rows) {
 #define WGMMA_32 WGMMA_16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
 #define WGMMA_48 WGMMA_32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
 #define WGMMA_64 WGMMA_48 ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define WGMMA_80 WGMMA_64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79"
 #define WGMMA_FOUR(c, i) "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3])
 #define WGMMA_SUMS(c, i) WGMMA_FOUR(c, i), WGMMA_FOUR(c, i + 4), WGMMA_FOUR(c, i + 8), WGMMA_FOUR(c, i + 12)
 #define WGMMA(rows, sums, a0, a1, a2, a3, b)                                                         \
@@ -35,7 +36,7 @@ DEVICE uint64 wgmma_descriptor(const void* rows) {
 // sums [64 outputs, ROWS] += a [64, 16] times 16 inputs of the rows; ends asynchronously.
 template <int ROWS>
 DEVICE void wgmma(float* c, const unsigned a[4], uint64 b) {
-    static_assert(ROWS == 32 || ROWS == 64 || ROWS == 96 || ROWS == 128, "no such product");
+    static_assert(ROWS == 32 || ROWS == 64 || ROWS == 96 || ROWS == 128 || ROWS == 160, "no such product");
     if constexpr (ROWS == 32)
         asm volatile(WGMMA("32", WGMMA_16, "%16", "%17", "%18", "%19", "%20")
                      : WGMMA_SUMS(c, 0) : WGMMA_OPERANDS(a, b));
@@ -48,5 +49,9 @@ DEVICE void wgmma(float* c, const unsigned a[4], uint64 b) {
     if constexpr (ROWS == 128)
         asm volatile(WGMMA("128", WGMMA_64, "%64", "%65", "%66", "%67", "%68")
                      : WGMMA_SUMS(c, 0), WGMMA_SUMS(c, 16), WGMMA_SUMS(c, 32), WGMMA_SUMS(c, 48)
+                     : WGMMA_OPERANDS(a, b));
+    if constexpr (ROWS == 160)
+        asm volatile(WGMMA("160", WGMMA_80, "%80", "%81", "%82", "%83", "%84")
+                     : WGMMA_SUMS(c, 0), WGMMA_SUMS(c, 16), WGMMA_SUMS(c, 32), WGMMA_SUMS(c, 48), WGMMA_SUMS(c, 64)
                      : WGMMA_OPERANDS(a, b));
 }
