@@ -28,10 +28,12 @@ ALIGNED = 16  # bytes that a vector load takes
 ROW_WARPS = 8  # of a block that rotates rows
 WARP_ROWS = 4  # of many, that a warp rotates
 ROW_THREADS = 256
+OCTETS = ROW_THREADS // 8  # rows' blocks of 128 that a thread block rotates at a time
 TURNS = 4  # warps that share a column of tiles
 MOST_COLUMNS = 3
 ONE_WAVE = 6  # chains that a multiprocessor carries at a time
-MOST_UNITS = 5  # rows' blocks of 128 that a warp may rotate before it multiplies
+MOST_UNITS = 8  # rows' blocks of 128 that a warp may rotate before it multiplies, four at a time
+SHARED_OPERAND_BYTES = 64 << 10  # that a block copies at most, rather than reading it again and again
 MOST_WARPS = {1: 12, 2: 12, 4: 8, 8: 8}  # of a block, by its tiles of 8 rows
 MOST_FEEDERS = 14  # warps of a block of a plain layer that feed its chains
 CHUNKS = ((8, 1, 1, 16), (16, 2, 1, 16), (32, 2, 2, 8), (64, 2, 4, 4))  # by the operand's columns: PlainShape's middle
@@ -109,10 +111,12 @@ def few_trellis_rows(x: torch.Tensor, handle: TrellisLayer, y: torch.Tensor) -> 
     row_tiles, twice_bits = tiles_of(rows), handle.defines["TWICE_BITS"]
     stages = 3 if twice_bits <= 8 else 2
     shared = shape.columns * (shape.turns * stages * BLOCK * twice_bits + row_tiles * WARP * ALIGNED)
-    if shape.fused:
-        shared += 2 * rows * BLOCK * -(-blocks // handle.shards)
-    defines = {"ROW_TILES": row_tiles, "FUSED": int(shape.fused), **handle.defines}
-    kernels.load("ops/linear/few_rows.cu", "few_rows", **defines)(
+    operand_bytes = 2 * rows * BLOCK * -(-blocks // handle.shards)
+    own_operand = shape.fused or (row_tiles == 1 and operand_bytes <= SHARED_OPERAND_BYTES)
+    if own_operand:
+        shared += operand_bytes
+    defines = {"ROW_TILES": row_tiles, "FUSED": int(shape.fused), "SHARED_OPERAND": int(own_operand)}
+    kernels.load("ops/linear/few_rows.cu", "few_rows", **defines, **handle.defines)(
         (-(-tile_columns // shape.columns), handle.shards),
         shape.columns * shape.turns * WARP,
         handle.trellis,
@@ -141,7 +145,7 @@ def rotated_operand(x: torch.Tensor, handle: TrellisLayer) -> torch.Tensor:
     blocks = handle.input_blocks
     operand = memory.empty((handle.stored_inputs // WARP, rows, WARP), torch.float16)
     rotate = kernels.load("ops/linear/inputs.cu", "rotate_few")
-    rotate(-(-blocks * rows // ROW_WARPS), ROW_THREADS, x, handle.suh, operand, rows, width, blocks, is_whole(x))
+    rotate(-(-blocks * rows // OCTETS), ROW_THREADS, x, handle.suh, operand, rows, width, blocks, is_whole(x))
     return operand
 
 

@@ -5,6 +5,7 @@
 #include "device.cuh"
 #include "ops/linear/cuda_finish.cuh"
 #include "ops/linear/cuda_turns.cuh"
+#include "ops/linear/rotate_octet.cuh"
 #include "ops/linear/trellis.cuh"
 
 #ifndef CODEBOOK
@@ -17,10 +18,14 @@
 #ifndef FUSED
 #define FUSED 1
 #endif
+#ifndef SHARED_OPERAND
+#define SHARED_OPERAND 1
+#endif
 
 constexpr int MOST_WARPS = ROW_TILES <= 2 ? 12 : 8;
 constexpr int CHUNK_TILES = 8;  // a turn: 128 inputs
 constexpr int EARLY = ROW_TILES == 1 ? 4 : ROW_TILES == 2 ? 2 : 1;  // quarters of inputs loaded before a turn
+constexpr bool FROM_SHARED = FUSED || SHARED_OPERAND;
 constexpr int WORDS = tile_words(TWICE_BITS);
 constexpr int STAGES = TWICE_BITS <= 8 ? 3 : 2;
 constexpr int CHUNK_WORDS = CHUNK_TILES * WORDS;
@@ -139,29 +144,16 @@ DEVICE void finish_blocks(const Sums& sums, const Finish& finish, int* counters,
     }
 }
 
-// What a block rotates itself where FUSED: the rows' blocks of 128 inputs first to last - 1, as rotate_few does.
-DEVICE void rotate_operand(unsigned* operand, const float* x, const half_bits* scales, int first, int last, int rows,
-                           int inputs, int whole) {
-    const int lane = threadIdx.x % WARP, warps = blockDim.x / WARP;
-#pragma unroll 2
-    for (int unit = threadIdx.x / WARP; unit < rows * (last - first); unit += warps) {
-        const int row = unit % rows, block = unit / rows;
-        const float* from = x + static_cast<int64>(row) * inputs;
-        const uint2 pairs = rotated_inputs(from, first + block, inputs, whole, scales, lane);
-        store_operand(operand, pairs, rows, row, block, lane);
-    }
-}
-
 // grid (ceil(tile_columns / columns), shards), threads 32 * columns * turns. x: float [rows, inputs], or, where not
-// FUSED, what rotate_few made of it. values: float [shards, rows, 16 * tile_columns], written and read here. counters:
-// zeros, one a block of 128 outputs.
+// FUSED, what rotate_few made of it, which a block copies first where SHARED_OPERAND. values: float [shards, rows,
+// 16 * tile_columns], written and read here. counters: zeros, one a block of 128 outputs.
 extern "C" __global__ void __launch_bounds__(MOST_WARPS * WARP, ROW_TILES <= 2 ? 2 : 1)
 few_rows(const unsigned char* trellis, const void* __restrict__ x, const half_bits* input_scales, float* values,
          int* counters, int tile_columns, int input_blocks, int rows, int inputs, int whole, int columns, int turns,
          const half_bits* output_scales, const float* bias, float* y, int outputs) {
     DYNAMIC_SHARED(unsigned, shared);
     begin_turns();
-    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+    const int lane = remembered(threadIdx.x % WARP), warp = remembered(threadIdx.x / WARP);
     const int turn = warp % turns, own_column = warp / turns;
     const int first_column = blockIdx.x * columns, column = first_column + own_column;
     const int shard = blockIdx.y, shards = gridDim.y;
@@ -171,6 +163,12 @@ few_rows(const unsigned char* trellis, const void* __restrict__ x, const half_bi
     unsigned* stages = shared + warp * STAGES * CHUNK_WORDS;
     uint4* after_stages = reinterpret_cast<uint4*>(shared + columns * turns * STAGES * CHUNK_WORDS);
     float4* handed = reinterpret_cast<float4*>(after_stages) + own_column * ROW_TILES * WARP + lane;
+    uint4* own_inputs = after_stages + columns * ROW_TILES * WARP;
+    const uint4* rotated = static_cast<const uint4*>(x);
+#if SHARED_OPERAND && !FUSED
+    for (int i = threadIdx.x; i < (last_chunk - first_chunk) * 16 * rows; i += blockDim.x)
+        copy_async_16(own_inputs + i, rotated + first_chunk * 16 * rows + i);
+#endif
     ChunkRing ring(stages, trellis + static_cast<int64>(column) * tile_bytes(TWICE_BITS),
                    static_cast<int64>(CHUNK_TILES) * row_bytes, Pieces(row_bytes, lane), first_chunk + turn,
                    column < tile_columns ? last_chunk : 0, turns);
@@ -178,14 +176,15 @@ few_rows(const unsigned char* trellis, const void* __restrict__ x, const half_bi
     for (int stage = 0; stage < STAGES; stage++) ring.advance(lane);
 
 #if FUSED
-    uint4* own_inputs = after_stages + columns * ROW_TILES * WARP;
-    rotate_operand(reinterpret_cast<unsigned*>(own_inputs), static_cast<const float*>(x), input_scales, first_chunk,
-                   last_chunk, rows, inputs, whole);
-    const uint4* rotated = own_inputs - first_chunk * 16 * rows;
-    __syncthreads();
-#else
-    const uint4* rotated = static_cast<const uint4*>(x);
+    rotate_units(reinterpret_cast<unsigned*>(own_inputs), static_cast<const float*>(x), input_scales, first_chunk, 0,
+                 rows * (last_chunk - first_chunk), rows, inputs, whole);
+#elif SHARED_OPERAND
+    copy_async_wait<STAGES - 1>();
 #endif
+    if (FROM_SHARED) {
+        rotated = own_inputs - first_chunk * 16 * rows;
+        __syncthreads();
+    }
     if (column < tile_columns) {
         const LanePlace<TWICE_BITS> place(lane);
         int places[ROW_TILES];
@@ -203,7 +202,7 @@ few_rows(const unsigned char* trellis, const void* __restrict__ x, const half_bi
 #pragma unroll 1
         for (int chunk = first_chunk + turn; chunk < last_chunk; chunk += turns, round++) {
             uint4 early[EARLY][ROW_TILES];
-            if (!FUSED) load_early(early, operand, places);
+            if (!FROM_SHARED) load_early(early, operand, places);
             copy_async_wait<STAGES - 1>();
             __syncwarp();
             unsigned fragments[CHUNK_TILES][4];
@@ -214,7 +213,7 @@ few_rows(const unsigned char* trellis, const void* __restrict__ x, const half_bi
             ring.advance(lane);
 
             // From shared memory they come in time, and decoding has more registers.
-            if (FUSED) load_early(early, operand, places);
+            if (FROM_SHARED) load_early(early, operand, places);
             Chains chains;
             wait_for_turn(awaited, round);
 #pragma unroll

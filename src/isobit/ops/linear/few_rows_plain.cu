@@ -40,16 +40,19 @@ struct Chunk {
     }
 };
 
+DEVICE float first_of(unsigned pair) { return float_of_half(static_cast<half_bits>(pair & 0xFFFFu)); }
+DEVICE float second_of(unsigned pair) { return float_of_half(static_cast<half_bits>(pair >> 16)); }
+
 // Put four neighbouring inputs of a row where the operand has them: two pairs of each part.
 DEVICE void store_quad(const Chunk& chunk, int row, int quad, const float4& v) {
     const int tile = quad / 4, first_pair = quad % 2 * 2, upper = quad % 4 / 2;
     unsigned* at = reinterpret_cast<unsigned*>(chunk.operand + (tile * chunk.places + row * PARTS) * 4 + first_pair);
-    const half_bits x = half_of(v.x), y = half_of(v.y), z = half_of(v.z), w = half_of(v.w);
-    at[upper] = pack_half2(x, y);
-    at[2 + upper] = pack_half2(z, w);
+    const unsigned low = half_pair_of(v.x, v.y), high = half_pair_of(v.z, v.w);
+    at[upper] = low;
+    at[2 + upper] = high;
     if (PARTS == 1) return;
-    at[8 + upper] = pack_half2(half_of(v.x - float_of_half(x)), half_of(v.y - float_of_half(y)));
-    at[10 + upper] = pack_half2(half_of(v.z - float_of_half(z)), half_of(v.w - float_of_half(w)));
+    at[8 + upper] = half_pair_of(v.x - first_of(low), v.y - second_of(low));
+    at[10 + upper] = half_pair_of(v.z - first_of(high), v.w - second_of(high));
 }
 
 // Fill a chunk with `count` tiles' weights and the rows' inputs to them, by one warp.
@@ -182,7 +185,7 @@ DEVICE void finish_column(const Sums& sums, const Finish& finish, int column, in
 // grid (N / 16, shards, ceil(rows / block_rows)), threads 32 * (CHAIN_WARPS + feeders). x: float [rows, 16 * tiles],
 // rows at 16 bytes. values: float [shards * PARTS, rows, N] where there is more than one shard, else null. counters:
 // zeros, one for each (grid z, column).
-extern "C" __global__ void __launch_bounds__((MOST_FEEDERS + CHAIN_WARPS) * WARP)
+extern "C" __global__ void __launch_bounds__((MOST_FEEDERS + CHAIN_WARPS) * WARP, 1)
 few_rows_plain(const uint4* __restrict__ weights, const float* __restrict__ x, float* values, int* counters, int tiles,
                int rows, int block_rows, const float* bias, float* y, int outputs) {
     DYNAMIC_SHARED(uint4, shared);

@@ -1,17 +1,15 @@
 // Inputs as the products read them: rotated or plain, rounded to half.
 #include "device.cuh"
-#include "ops/linear/rotate.cuh"
+#include "ops/linear/rotate_octet.cuh"
 
 constexpr int INPUT_WARPS = 8, WARP_ROWS = 4;
 
-// For few rows: store_operand's order. grid (ceil(rows * K / 128 / 8)), 256 threads: a warp a row and block.
+// For few rows, in the order of rotate_units. grid (ceil(rows * blocks / 32)), 256 threads: eight lanes a row and block.
 extern "C" __global__ void rotate_few(
     const float* x, const half_bits* scales, unsigned* operand, int rows, int inputs, int blocks, int whole) {
-    const int lane = threadIdx.x % WARP, unit = blockIdx.x * INPUT_WARPS + threadIdx.x / WARP;
-    if (unit >= rows * blocks) return;
-    const int row = unit % rows, block = unit / rows;
-    const float* from = x + static_cast<int64>(row) * inputs;
-    store_operand(operand, rotated_inputs(from, block, inputs, whole, scales, lane), rows, row, block, lane);
+    const int first = blockIdx.x * (INPUT_WARPS * WARP / octet::LANES), units = rows * blocks;
+    rotate_units(operand, x, scales, 0, first, smaller(first + INPUT_WARPS * WARP / octet::LANES, units), rows, inputs,
+                 whole);
 }
 
 // For many rows: half [rows, 128 * blocks]. grid (blocks, ceil(rows / 32)), 256 threads: a warp four rows.

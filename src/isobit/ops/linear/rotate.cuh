@@ -26,6 +26,20 @@ DEVICE void rotate_128(float v[4], int lane) {
     for (int i = 0; i < 4; i++) v[i] = v[i] * INVERSE_ROOT;
 }
 
+// Two nearest halves, saturating, packed; NaN stays NaN.
+DEVICE unsigned half_pair_of(float low, float high) {
+#ifdef EMULATED
+    return pack_half2(half_of(low), half_of(high));
+#else
+    unsigned packed;
+    asm("cvt.rn.f16x2.f32 %0, %2, %1;\n\t"
+        "min.NaN.f16x2 %0, %0, %3;\n\t"
+        "max.NaN.f16x2 %0, %0, %4;"
+        : "=&r"(packed) : "f"(low), "f"(high), "r"(0x7BFF7BFFu), "r"(0xFBFFFBFFu));
+    return packed;
+#endif
+}
+
 // Four neighbouring halves as floats.
 DEVICE void load_halves(const half_bits* from, float v[4]) {
     const uint2 pairs = *reinterpret_cast<const uint2*>(from);
@@ -52,24 +66,5 @@ DEVICE uint2 rotated(float v[4], const float scale[4], int lane) {
 #pragma unroll
     for (int i = 0; i < 4; i++) v[i] = v[i] * scale[i];
     rotate_128(v, lane);
-    return make_uint2(pack_half2(half_of(v[0]), half_of(v[1])), pack_half2(half_of(v[2]), half_of(v[3])));
-}
-
-// The same of a row's inputs.
-DEVICE uint2 rotated_inputs(
-    const float* row, int block, int inputs, bool whole, const half_bits* scales, int lane) {
-    const int column = block * ROTATION + 4 * lane;
-    float v[4], scale[4];
-    load_inputs(row, column, inputs, whole, v);
-    load_halves(scales + column, scale);
-    return rotated(v, scale, lane);
-}
-
-// Put a row's block of rotated inputs where few_rows finds it: in the order of the B operand's registers, uint4
-// [K / 32, rows, 4]; of row r and t = 0 to 3 the pairs of k = 2t, 2t + 8, 2t + 16, 2t + 24 of each 32.
-DEVICE void store_operand(unsigned* operand, const uint2& pairs, int rows, int row, int block, int lane) {
-    const int quarter = block * 4 + lane / 8, offset = lane % 8;
-    unsigned* at = operand + (static_cast<int64>(quarter) * rows + row) * 16 + offset % 2 * 8 + offset / 2;
-    at[0] = pairs.x;
-    at[4] = pairs.y;
+    return make_uint2(half_pair_of(v[0], v[1]), half_pair_of(v[2], v[3]));
 }

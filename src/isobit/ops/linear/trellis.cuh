@@ -51,6 +51,9 @@ DEVICE int kept(int value) {
     return value;
 }
 
+// The same value, which stays in its register: a shuffle cannot be computed again.
+DEVICE int remembered(int value) { return shuffle_xor(value, 0); }
+
 // Where a lane's window lies in every tile of a width; computed once.
 template <int twice>
 struct LanePlace {
