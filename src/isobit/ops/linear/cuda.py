@@ -228,7 +228,8 @@ def plain_shape(parts: int, columns: int, shards: int, blocks: int, rows: int) -
     block_rows = min(rows, CHUNKS[-1][0] // parts)
     row_tiles, chain_warps, chunk_tiles = next(sizes[1:] for sizes in CHUNKS if block_rows * parts <= sizes[0])
     alone = columns * shards * -(-rows // block_rows) <= memory.multiprocessors()
-    chunks = -(-(-(-blocks // shards)) * BLOCK // (TILE * chunk_tiles))
+    most_tiles = -(-blocks // shards) * BLOCK // TILE
+    chunks = -(-most_tiles // chunk_tiles)
     one = PlainShape(block_rows, row_tiles, chain_warps, chunk_tiles, 1)
     fitting = (ALONE_BYTES if alone else PAIRED_BYTES) // one.chunk_bytes(parts)
     return replace(one, feeders=min(MOST_FEEDERS, chunks, fitting))

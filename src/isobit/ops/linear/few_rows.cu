@@ -32,47 +32,37 @@ constexpr int CHUNK_WORDS = CHUNK_TILES * WORDS;
 constexpr int PIECES = CHUNK_WORDS / 4;  // of 16 bytes
 constexpr int LANE_PIECES = (PIECES + WARP - 1) / WARP;
 
-// Where a lane's pieces of a chunk lie, from its first tile on.
-struct Pieces {
-    int offsets[LANE_PIECES];
+// The chunks of one warp, staged ahead in a ring. Positions in the trellis are in pieces of 16 bytes.
+struct ChunkRing {
+    unsigned* stages;
+    unsigned position, step;
+    int stage;
+    unsigned offsets[LANE_PIECES];
 
-    __device__ __forceinline__ Pieces(int row_bytes, int lane) {
+    __device__ __forceinline__ ChunkRing(unsigned* stages, int tile_columns, int column, int first, int turns, int lane)
+        : stages(stages), step(CHUNK_TILES * TWICE_BITS * tile_columns * turns), stage(0) {
+        const unsigned row_pieces = tile_columns * TWICE_BITS;
+        position = first * CHUNK_TILES * row_pieces + column * TWICE_BITS;
 #pragma unroll
         for (int i = 0; i < LANE_PIECES; i++) {
             const int piece = i * WARP + lane;
-            offsets[i] = piece / TWICE_BITS * row_bytes + piece % TWICE_BITS * 16;
+            offsets[i] = piece / TWICE_BITS * row_pieces + piece % TWICE_BITS;
         }
     }
-};
-
-// The chunks of one warp, staged ahead in a ring.
-struct ChunkRing {
-    unsigned* stages;
-    const unsigned char* next;
-    int64 step;
-    int staged, last, turns, stage;
-    Pieces pieces;
-
-    __device__ __forceinline__ ChunkRing(unsigned* stages, const unsigned char* column, int64 chunk_bytes,
-                                         const Pieces& pieces, int first, int last, int turns)
-        : stages(stages), next(column + first * chunk_bytes), step(turns * chunk_bytes), staged(first), last(last),
-          turns(turns), stage(0), pieces(pieces) {}
 
     __device__ __forceinline__ unsigned* words() const { return stages + stage * CHUNK_WORDS; }
 
-    // Stage one chunk more where the current one lies, and go on to the next.
-    __device__ __forceinline__ void advance(int lane) {
-        if (staged < last) {
-            unsigned* target = words();
+    // Stage one chunk more, if there is one, where the current one lies, and go on to the next.
+    __device__ __forceinline__ void advance(const uint4* trellis, bool more, int lane) {
+        if (more) {
+            unsigned* target = words() + 4 * lane;
 #pragma unroll
-            for (int i = 0; i < LANE_PIECES; i++) {
-                const int piece = i * WARP + lane;
-                if (PIECES % WARP == 0 || piece < PIECES) copy_async_16(target + 4 * piece, next + pieces.offsets[i]);
-            }
+            for (int i = 0; i < LANE_PIECES; i++)
+                if (PIECES % WARP == 0 || i * WARP + lane < PIECES)
+                    copy_async_16(target + 4 * WARP * i, trellis + (position + offsets[i]));
         }
         copy_async_commit();
-        staged += turns;
-        next += step;
+        position += step;
         stage = stage + 1 == STAGES ? 0 : stage + 1;
     }
 };
@@ -148,7 +138,7 @@ DEVICE void finish_blocks(const Sums& sums, const Finish& finish, int* counters,
 // FUSED, what rotate_few made of it, which a block copies first where SHARED_OPERAND. values: float [shards, rows,
 // 16 * tile_columns], written and read here. counters: zeros, one a block of 128 outputs.
 extern "C" __global__ void __launch_bounds__(MOST_WARPS * WARP, ROW_TILES <= 2 ? 2 : 1)
-few_rows(const unsigned char* trellis, const void* __restrict__ x, const half_bits* input_scales, float* values,
+few_rows(const uint4* __restrict__ trellis, const void* __restrict__ x, const half_bits* input_scales, float* values,
          int* counters, int tile_columns, int input_blocks, int rows, int inputs, int whole, int columns, int turns,
          const half_bits* output_scales, const float* bias, float* y, int outputs) {
     DYNAMIC_SHARED(unsigned, shared);
@@ -158,7 +148,6 @@ few_rows(const unsigned char* trellis, const void* __restrict__ x, const half_bi
     const int first_column = blockIdx.x * columns, column = first_column + own_column;
     const int shard = blockIdx.y, shards = gridDim.y;
     const int first_chunk = shard * input_blocks / shards, last_chunk = (shard + 1) * input_blocks / shards;
-    const int row_bytes = tile_columns * tile_bytes(TWICE_BITS);
 
     unsigned* stages = shared + warp * STAGES * CHUNK_WORDS;
     uint4* after_stages = reinterpret_cast<uint4*>(shared + columns * turns * STAGES * CHUNK_WORDS);
@@ -169,11 +158,11 @@ few_rows(const unsigned char* trellis, const void* __restrict__ x, const half_bi
     for (int i = threadIdx.x; i < (last_chunk - first_chunk) * 16 * rows; i += blockDim.x)
         copy_async_16(own_inputs + i, rotated + first_chunk * 16 * rows + i);
 #endif
-    ChunkRing ring(stages, trellis + static_cast<int64>(column) * tile_bytes(TWICE_BITS),
-                   static_cast<int64>(CHUNK_TILES) * row_bytes, Pieces(row_bytes, lane), first_chunk + turn,
-                   column < tile_columns ? last_chunk : 0, turns);
+    ChunkRing ring(stages, tile_columns, column, first_chunk + turn, turns, lane);
+    const bool real = column < tile_columns;
 #pragma unroll
-    for (int stage = 0; stage < STAGES; stage++) ring.advance(lane);
+    for (int stage = 0; stage < STAGES; stage++)
+        ring.advance(trellis, real && first_chunk + turn + stage * turns < last_chunk, lane);
 
 #if FUSED
     rotate_units(reinterpret_cast<unsigned*>(own_inputs), static_cast<const float*>(x), input_scales, first_chunk, 0,
@@ -185,18 +174,18 @@ few_rows(const unsigned char* trellis, const void* __restrict__ x, const half_bi
         rotated = own_inputs - first_chunk * 16 * rows;
         __syncthreads();
     }
-    if (column < tile_columns) {
+    if (real) {
         const LanePlace<TWICE_BITS> place(lane);
         int places[ROW_TILES];
 #pragma unroll
         for (int tile = 0; tile < ROW_TILES; tile++)
             places[tile] = smaller(8 * tile + lane / 4, rows - 1) * 4 + lane % 4;
-        const int own_turn = kept(warp + 1), awaited = kept(turn == 0 ? warp + turns : warp);
+        const int barriers = kept((warp + 1) << 8 | (turn == 0 ? warp + turns : warp));
         Operand operand = {rotated + (first_chunk + turn) * 16 * rows, 4 * rows};
         if (turn == turns - 1) {
 #pragma unroll
             for (int tile = 0; tile < ROW_TILES; tile++) handed[tile * WARP] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-            hand_over(own_turn);
+            hand_over(barriers >> 8);
         }
         int round = 1;
 #pragma unroll 1
@@ -210,12 +199,12 @@ few_rows(const unsigned char* trellis, const void* __restrict__ x, const half_bi
             for (int tile = 0; tile < CHUNK_TILES; tile++)
                 decode_fragment<CODEBOOK, TWICE_BITS>(ring.words() + tile * WORDS, place, fragments[tile]);
             __syncwarp();
-            ring.advance(lane);
+            ring.advance(trellis, chunk + STAGES * turns < last_chunk, lane);
 
             // From shared memory they come in time, and decoding has more registers.
             if (FROM_SHARED) load_early(early, operand, places);
             Chains chains;
-            wait_for_turn(awaited, round);
+            wait_for_turn(barriers & 0xFF, round);
 #pragma unroll
             for (int tile = 0; tile < ROW_TILES; tile++) {
                 const float4 c = handed[tile * WARP];
@@ -229,7 +218,7 @@ few_rows(const unsigned char* trellis, const void* __restrict__ x, const half_bi
                     const float* c = chains.c[tile];
                     handed[tile * WARP] = make_float4(c[0], c[1], c[2], c[3]);
                 }
-                hand_over(own_turn);
+                hand_over(barriers >> 8);
             } else {
                 const int64 shard_values = static_cast<int64>(rows) * tile_columns * TILE;
                 store_chains(chains, values + shard * shard_values, rows, tile_columns * TILE, column, lane);
