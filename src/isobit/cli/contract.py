@@ -21,15 +21,18 @@ Filter = Annotated[
     typer.Option("--filter", metavar="PATTERN", help="Only ops of that name, or with that part or pattern in it."),
 ]
 Full = Annotated[bool, typer.Option("--full", help="Also batches of up to 1,025 rows; takes several times as long.")]
+Quick = Annotated[bool, typer.Option("--quick", help="Only narrow shapes and a few batch sizes.")]
 Device = Annotated[str, typer.Option("--device", metavar="|".join(DEVICES), help="Whose kernels to check.")]
 
 
-def contract(filter: Filter = "", full: Full = False, json: Json = False, device: Device = "cpu") -> None:
+def contract(
+    filter: Filter = "", full: Full = False, quick: Quick = False, json: Json = False, device: Device = "cpu"
+) -> None:
     """Check every kernel: the right values, and bytes that depend on nothing but the row.
 
     Each gate is also shown defects that it must catch. Exit code 1 if a gate is red or misses a defect.
     """
-    from isobit.contract.run import FULL, NORMAL, run_contract
+    from isobit.contract.run import FULL, NORMAL, QUICK, run_contract
     from isobit.engine.placement import chosen_device
     from isobit.ops.contract import registered
 
@@ -41,7 +44,7 @@ def contract(filter: Filter = "", full: Full = False, json: Json = False, device
     if not chosen:
         raise IsobitError(f"--filter {filter} matches no op: expected part of one of {', '.join(names)}")
     with _Progress() as progress:
-        report = run_contract(FULL if full else NORMAL, device, chosen.__contains__, progress)
+        report = run_contract(FULL if full else QUICK if quick else NORMAL, device, chosen.__contains__, progress)
     if json:
         typer.echo(json_text.dumps(report.as_dict(), indent=2))
     else:
