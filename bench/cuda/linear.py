@@ -21,7 +21,7 @@ CACHE_BYTES = 160 << 20  # of distinct weights, so that every call reads its own
 MOST_LAYERS = 48
 TRELLIS = ((2560, 12288, 3), (2560, 98304, 3), (2560, 98304, 4), (6144, 2560, 4), (2560, 10240, 4), (2560, 512, 4))
 MORE_TRELLIS = ((2560, 6144, 4), (640, 2560, 4), (2560, 640, 4), (2560, 248320, 5), (2560, 98304, 2), (2560, 98304, 5))
-PLAIN = ((10240, 320), (320, 10240), (2560, 512), (2560, 48))
+PLAIN = ((10240, 336), (320, 10240), (2560, 512), (2560, 48))
 SHAPES = tuple(
     cuda.FewRowsShape(columns, turns, fused)
     for columns, turns in ((1, 4), (2, 4), (3, 4), (4, 3), (6, 2), (2, 2), (1, 8), (1, 2), (3, 2))
@@ -145,12 +145,15 @@ def times(quick: bool) -> list[dict]:
         layers = copies(partial(trellis_layer, inputs, outputs, bits))
         name = f"{inputs}x{outputs} {bits} bits"
         found += few_times(layers, name, (1, 8, 16, 64) if quick else (1, 2, 4, 8, 16, 32, 64))
+        if outputs == 98304:
+            with patch.object(cuda, "WIDE_COLUMNS", 1 << 20):
+                found += few_times(layers, f"{name}, in turns", (1, 16))
         if not quick and (inputs, outputs) in ((2560, 12288), (6144, 2560), (2560, 98304), (2560, 512)):
             found += shape_times(layers, name, 1)
             found += shape_times(layers, name, 8) if outputs == 12288 else []
     for inputs, outputs in PLAIN:
         layers = copies(partial(half_layer, inputs, outputs))
-        found += few_times(layers, f"{inputs}x{outputs} plain", (1, 8) if quick else (1, 4, 8, 16, 64))
+        found += few_times(layers, f"{inputs}x{outputs} plain", (1, 8, 64) if quick else (1, 4, 8, 16, 64))
     for inputs, outputs, bits in MANY[:2] if quick else MANY:
         found += many_times(inputs, outputs, bits, 6144)
     return found

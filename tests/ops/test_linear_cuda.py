@@ -95,6 +95,22 @@ def test_the_shape_of_a_block_changes_nothing(turns, columns, fused, monkeypatch
     assert on_host(x, handle).tobytes() == expected.tobytes()
 
 
+@pytest.mark.parametrize("rows", [3, 11, 17, 40])
+def test_warps_with_columns_of_their_own_change_nothing(rows, monkeypatch):
+    rng = np.random.default_rng(6)
+    weights = random_trellis(rng, 384, 300, "mul1", 3, bias=True)
+    x = adversarial_rows(rng, rows, 384)
+    handle = cuda.prepare_linear(weights)
+    expected = on_host(x, handle)
+    monkeypatch.setattr(cuda, "WIDE_COLUMNS", 0)
+    monkeypatch.setattr(memory, "multiprocessors", lambda: 1)
+    single = {tiles: replace(wide, blocks=1) for tiles, wide in cuda.WIDE_SHAPES.items()}
+    monkeypatch.setattr(cuda, "WIDE_SHAPES", single)
+    for _ in range(2):
+        assert on_host(x, handle).tobytes() == expected.tobytes()
+    assert not memory.to_host(handle.counters).any()
+
+
 def test_passes_of_few_rows_change_nothing(monkeypatch):
     x, weights = rows_of("float16, in two parts", 200)
     handle = cuda.prepare_linear(weights)

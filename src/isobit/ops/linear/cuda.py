@@ -35,6 +35,8 @@ ONE_WAVE = 6  # chains that a multiprocessor carries at a time
 MOST_UNITS = 8  # rows' blocks of 128 that a warp may rotate before it multiplies, four at a time
 SHARED_OPERAND_BYTES = 64 << 10  # that a block copies at most, rather than reading it again and again
 MOST_WARPS = {1: 12, 2: 12, 4: 8, 8: 8}  # of a block, by its tiles of 8 rows
+WIDE_COLUMNS = 16  # of tiles for each multiprocessor, from which on every warp has its own
+WIDE_STAGES = 3
 MOST_FEEDERS = 14  # warps of a block of a plain layer that feed its chains
 CHUNKS = ((8, 1, 1, 16), (16, 2, 1, 16), (32, 2, 2, 8), (64, 2, 4, 4))  # by the operand's columns: PlainShape's middle
 ALONE_BYTES, PAIRED_BYTES = 208 << 10, 104 << 10  # of chunks in a block that has a multiprocessor alone, or shares it
@@ -105,6 +107,9 @@ def few_trellis_rows(x: torch.Tensor, handle: TrellisLayer, y: torch.Tensor) -> 
     """The same of a trellis: rotate, decode and multiply, rotate back."""
     rows, width = x.shape
     blocks, tile_columns = handle.input_blocks, handle.stored_outputs // TILE
+    if handle.shards == 1 and tile_columns >= WIDE_COLUMNS * memory.multiprocessors():
+        wide_trellis_rows(x, handle, y)
+        return
     shape = few_rows_shape(tile_columns, handle.shards, blocks, rows)
     inputs = x if shape.fused else rotated_operand(x, handle)
     values = memory.empty((handle.shards, rows, handle.stored_outputs))
@@ -139,6 +144,31 @@ def few_trellis_rows(x: torch.Tensor, handle: TrellisLayer, y: torch.Tensor) -> 
     )
 
 
+def wide_trellis_rows(x: torch.Tensor, handle: TrellisLayer, y: torch.Tensor) -> None:
+    """The same of a layer with so many outputs that each warp has columns of its own."""
+    rows = len(x)
+    row_tiles = tiles_of(rows)
+    wide = WIDE_SHAPES[row_tiles]
+    defines = {"ROW_TILES": row_tiles, "WARP_COLUMNS": wide.warp_columns, **handle.defines}
+    stage_bytes = wide.chunk_tiles * wide.warp_columns * TILE * handle.defines["TWICE_BITS"]
+    kernels.load("ops/linear/few_rows_wide.cu", "few_rows_wide", **defines)(
+        wide.blocks * memory.multiprocessors(),
+        wide.warps * WARP,
+        handle.trellis,
+        rotated_operand(x, handle),
+        memory.empty((rows, handle.stored_outputs)),
+        handle.counters,
+        handle.stored_outputs // TILE,
+        handle.input_blocks,
+        rows,
+        handle.svh,
+        handle.bias,
+        y,
+        handle.out_features,
+        shared=wide.warps * WIDE_STAGES * stage_bytes,
+    )
+
+
 def rotated_operand(x: torch.Tensor, handle: TrellisLayer) -> torch.Tensor:
     """The rotated inputs of up to 64 rows in the order of the product's operand."""
     rows, width = x.shape
@@ -152,6 +182,19 @@ def rotated_operand(x: torch.Tensor, handle: TrellisLayer) -> torch.Tensor:
 def tiles_of(rows: int) -> int:
     """Tiles of 8 columns that hold `rows` of them: 1, 2, 4 or 8."""
     return next(tiles for tiles in (1, 2, 4, 8) if rows <= 8 * tiles)
+
+
+@dataclass(frozen=True)
+class WideShape:
+    """Blocks of a multiprocessor and their warps; columns that a warp has at a time, and how many of their tiles."""
+
+    blocks: int
+    warps: int
+    warp_columns: int
+    chunk_tiles: int
+
+
+WIDE_SHAPES = {1: WideShape(3, 8, 1, 8), 2: WideShape(3, 8, 1, 8), 4: WideShape(4, 4, 2, 4), 8: WideShape(3, 4, 2, 4)}
 
 
 @dataclass(frozen=True)
