@@ -145,6 +145,32 @@ def few_times(handle: cuda.ExpertsHandle, rows: int) -> Iterator[dict]:
         yield entry(f"  {name}, outside a graph", part, 0.0)
 
 
+VARIANTS = (  # of how warps share the work: TURNS, ENOUGH_BLOCKS, MOST_FUSED_ROWS of ops/experts/cuda.py
+    {"TURNS": 1},
+    {"TURNS": 2},
+    {"ENOUGH_BLOCKS": 512},
+    {"ENOUGH_BLOCKS": 2048},
+    {"MOST_FUSED_ROWS": 0},
+    {"MOST_FUSED_ROWS": 8},
+)
+
+
+def variant_times(handle: cuda.ExpertsHandle, rows: int) -> Iterator[dict]:
+    """Few rows with other constants than the op's own; the outputs' bytes are the same."""
+    calls = [random_inputs(rows) for _ in range(CALLS)]
+    for variant in VARIANTS:
+        own = {name: getattr(cuda, name) for name in variant}
+        try:
+            for name, value in variant.items():
+                setattr(cuda, name, value)
+            taken = in_graph([lambda call=call: cuda.experts(*call, handle) for call in calls])
+        finally:
+            for name, value in own.items():
+                setattr(cuda, name, value)
+        label = ", ".join(f"{name} {value}" for name, value in variant.items())
+        yield entry(f"  {rows} rows, {label}", taken, 0.0)
+
+
 def many_times(handle: cuda.ExpertsHandle, rows: int) -> Iterator[dict]:
     call = random_inputs(rows)
     operations = 2.0 * rows * (CHOSEN + 1) * EXPERT_VALUES
@@ -171,6 +197,7 @@ def times(quick: bool) -> list[dict]:
     found: list[dict] = []
     for rows in (1, 4, 64) if quick else (1, 2, 4, 8, 9, 16, 32, 64):
         found += few_times(handle, rows)
+        found += variant_times(handle, rows)
     for rows in (6144,) if quick else (65, 256, 1024, 3001, 6144, 8192):
         found += many_times(handle, rows)
     for rows in (1, 64, 6144):

@@ -103,12 +103,14 @@ def test_tiles_of_every_size_give_the_bytes_of_a_row_alone(rows):
     assert compute(last, handle, cuda.FEW_ROWS).tobytes() == together[0][-1:].tobytes()
 
 
-@pytest.mark.parametrize("enough_blocks", [1, 8])
-def test_few_rows_have_the_same_bytes_whatever_columns_a_block_has(monkeypatch, enough_blocks):
+@pytest.mark.parametrize("rows", [3, 10])
+@pytest.mark.parametrize(("turns", "enough_blocks"), [(1, 1), (1, 8), (2, 1024)])
+def test_few_rows_have_the_same_bytes_however_warps_share_columns(monkeypatch, rows, turns, enough_blocks):
     host = trellis_experts(np.random.default_rng(15), 3, 384, 256, (3, 4))
-    handle, inputs = prepare(host), some_rows(np.random.default_rng(16), 10, host, 2)
+    handle, inputs = prepare(host), some_rows(np.random.default_rng(16), rows, host, 2)
     expected = compute(inputs, handle, cuda.MANY_ROWS)
     assert compute(inputs, handle, cuda.FEW_ROWS).tobytes() == expected.tobytes()
+    monkeypatch.setattr(cuda, "TURNS", turns)
     monkeypatch.setattr(cuda, "ENOUGH_BLOCKS", enough_blocks)
     for _ in range(2):
         assert compute(inputs, handle, cuda.FEW_ROWS).tobytes() == expected.tobytes()

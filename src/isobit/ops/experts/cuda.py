@@ -27,6 +27,9 @@ GATE_ROWS = 32  # rows of a thread block that computes the shared expert's gate
 TILE_ROWS, MOST_PARTS, FEW_WARPS, FEW_STAGES = 8, 8, 4, 3  # of few_products.cu
 MOST_COLUMNS = {"multiply_gate_up": 8, "multiply_down": 32}  # of 16 outputs in a thread block
 ENOUGH_BLOCKS = 1024  # to keep every processor busy
+TURNS = 4  # warps that share a column where there are too few of them
+MOST_FUSED_ROWS = 4  # that thread blocks rotate themselves
+ROW_PADDING = 32  # of halves, of such a row
 MANY_STAGES, STAGE_INPUTS, SUMS_PADDING = 3, 64, 4  # of many_products.cu
 
 
@@ -145,40 +148,46 @@ def _few_rows(
     rows, chosen = ids.shape
     pairs, tiles = rows * (chosen + 1), rows * chosen + -(-rows // TILE_ROWS)
     width, inner_width, table = handle.width, handle.inner_width, handle.layers.table
-    ready = memory.empty((2, pairs, width), torch.float16)
-    tile_list, members = memory.empty((tiles, 4), torch.int32), memory.empty((tiles, TILE_ROWS), torch.int32)
-    kernels.load(FEW, "prepare_rows")(
-        (-(-width // (4 * BLOCK)), pairs), 32, x, ids, table, ready, tile_list, members, rows, chosen, handle.routed,
-        handle.hidden, width,
-    )  # fmt: skip
+    fused = rows <= MOST_FUSED_ROWS
+    ready = tile_list = members = None
+    if not fused:
+        ready = memory.empty((2, pairs, width), torch.float16)
+        tile_list, members = memory.empty((tiles, 4), torch.int32), memory.empty((tiles, TILE_ROWS), torch.int32)
+        kernels.load(FEW, "prepare_rows")(
+            (-(-width // (4 * BLOCK)), pairs), 32, x, ids, table, ready, tile_list, members, rows, chosen,
+            handle.routed, handle.hidden, width,
+        )  # fmt: skip
     logits, gate = _gate_logits(x, handle), handle.gate
     halves, floats = _hidden_values(handle, pairs)
     inner_sums, sums = memory.empty((pairs, 2, inner_width)), memory.empty((pairs, width))
-    kernel, columns, shared = _few_products("multiply_gate_up", handle, tiles, 2 * inner_width)
+    kernel, columns, shared = _few_products("multiply_gate_up", handle, tiles, 2 * inner_width, fused)
     kernel(
         (2 * inner_width // TILE // columns, tiles if gate is None else tiles + 1), 32 * FEW_WARPS, table, tile_list,
-        members, ready, pairs, width, x, handle.hidden, chosen + 1, inner_sums, handle.inner_counters, halves, floats,
-        inner_width, columns, gate, 0 if gate is None else gate.numel(), handle.gate_bias, logits, shared=shared,
+        members, ids, rows, chosen, handle.routed, ready, width, x, handle.hidden, inner_sums, handle.inner_counters,
+        halves, floats, inner_width, columns, gate, 0 if gate is None else gate.numel(), handle.gate_bias, logits,
+        shared=shared + fused * rows * 2 * (width + ROW_PADDING),
     )  # fmt: skip
-    kernel, columns, shared = _few_products("multiply_down", handle, tiles, width)
+    kernel, columns, shared = _few_products("multiply_down", handle, tiles, width, fused)
     kernel(
         (-(-width // (TILE * columns)), tiles), 32 * FEW_WARPS, table, tile_list, members, halves, floats, inner_width,
-        sums, handle.row_counters, ids, weights, logits, chosen, handle.routed, y, handle.hidden, width, columns,
+        sums, handle.row_counters, ids, weights, logits, rows, chosen, handle.routed, y, handle.hidden, width, columns,
         shared=max(shared, 4 * BLOCK * (chosen + 1)),
     )  # fmt: skip
 
 
-def _few_products(name: str, handle: ExpertsHandle, tiles: int, outputs: int) -> tuple[kernels.Kernel, int, int]:
+def _few_products(
+    name: str, handle: ExpertsHandle, tiles: int, outputs: int, fused: bool
+) -> tuple[kernels.Kernel, int, int]:
     """(kernel, columns of 16 outputs of a block, bytes of shared memory) for tiles that have `outputs` each.
 
     Warps take turns on one column where the columns are too few to keep all warps busy, and long.
     """
     warps = tiles * outputs // TILE
-    by_turns = name == "multiply_gate_up" and warps < ENOUGH_BLOCKS
-    columns = 1 if by_turns else FEW_WARPS
-    while not by_turns and 2 * columns <= MOST_COLUMNS[name] and warps // (2 * columns) >= ENOUGH_BLOCKS:
+    turns = TURNS if name == "multiply_gate_up" and warps < ENOUGH_BLOCKS else 1
+    columns = FEW_WARPS // turns
+    while turns == 1 and 2 * columns <= MOST_COLUMNS[name] and warps // (2 * columns) >= ENOUGH_BLOCKS:
         columns *= 2
-    macros = {**handle.layers.macros, "TURNS": FEW_WARPS if by_turns else 1}
+    macros = {**handle.layers.macros, "TURNS": turns, "FUSED": int(fused)}
     return kernels.load(FEW_PRODUCTS, name, **macros), columns, _few_shared_bytes(macros)
 
 
@@ -256,7 +265,8 @@ def _row_tile() -> int:
 
 def _few_shared_bytes(macros: dict[str, int]) -> int:
     """What a block of few_products.cu needs: chains handed on and tiles on their way, or the inputs of the gate."""
-    handed = 32 * (48 if macros["LONG_LAYERS"] else 16)
+    turns = macros["TURNS"]
+    handed = FEW_WARPS // turns * 32 * (48 if macros["LONG_LAYERS"] else 16) if turns > 1 else 0
     gate = 4 * (TILE_ROWS * (BLOCK + 4) + BLOCK)
     return max(handed + FEW_STAGES * FEW_WARPS * (BLOCK // TILE) * _most_tile_bytes(macros), gate)
 

@@ -1,9 +1,12 @@
 // The products of up to 64 rows: all pairs of a row and an expert in one launch, tiles of up to 8 rows of an expert.
 //
 // A block has `columns` columns of 16 outputs of one expert. Its warps decode 128 inputs of one at a time. With macro
-// TURNS 1 each warp has columns of its own, one after the other; with TURNS 4 the warps share one column and take turns
-// in carrying its chains, so that k ascends. The block that is the last to add to 128 outputs goes on with them.
+// TURNS 1 each warp has columns of its own, one after the other; with TURNS 2 or 4 so many warps share a column and
+// take turns in carrying its chains, so that k ascends. The block that is the last to add to 128 outputs goes on with
+// them.
+// Macro FUSED: 1 if blocks find their tiles and rotate the inputs of gate and up themselves, else few_rows.cu has.
 #include "ops/experts/formats.cuh"
+#include "ops/experts/row_tiles.cuh"
 #include "ops/experts/shared_gate.cuh"
 #include "ops/linear/cuda_turns.cuh"
 
@@ -110,7 +113,8 @@ struct TileStages {
     }
 };
 
-// The rows of one tile and where their inputs and sums are: ready [pairs, width], sums [pairs, sums_width].
+// The rows of one tile and where their inputs and sums are: ready [pairs, width], sums [pairs, sums_width]. values:
+// where plain layers, and blocks that rotate themselves, find them, [pairs / pairs_a_row, values_width].
 struct Rows {
     const int* members;
     int count;
@@ -118,7 +122,32 @@ struct Rows {
     int width;
     float* sums;
     int sums_width;
+    const float* values;
+    int values_width, pairs_a_row;
+
+    __device__ __forceinline__ const float* values_of(int member) const {
+        return values + static_cast<int64>(members[member] / pairs_a_row) * values_width;
+    }
 };
+
+// Shared memory: chains handed on, every warp's stages, and the inputs of a block that rotates them itself.
+constexpr int HANDED_PIECES = TURNS > 1 ? WARP_COLUMNS * sizeof(Handed) / 16 : 0;
+constexpr int STAGES_PIECES = WARPS * STAGES * TILES * most_twice();
+constexpr int ROW_PADDING = 32;  // of halves: neighbouring rows lie in different banks
+
+// Rotate the rows' inputs of a layer into shared memory [count, width + ROW_PADDING], by the block.
+DEVICE void rotate_inputs(const Layer& layer, const Rows& rows, half_bits* inputs) {
+    const int blocks = rows.width / BLOCK, units = rows.count * blocks;
+    for (int first = 0; first < units; first += THREADS / OCTET) {
+        const bool writes = first + threadIdx.x / OCTET < units;
+        const int unit = smaller(first + static_cast<int>(threadIdx.x) / OCTET, units - 1);
+        const int member = unit / blocks, block = unit % blocks, j = threadIdx.x % OCTET;
+        float values[OCTET_VALUES];
+        load_octet_of_row(rows.values_of(member), block * BLOCK, rows.values_width, j, values);
+        write_input(layer, block, values, j, writes, inputs + member * (rows.width + ROW_PADDING));
+    }
+    __syncthreads();
+}
 
 // A lane's inputs of 128: its row's, as the B operands of 8 steps.
 struct Inputs {
@@ -135,9 +164,19 @@ struct Inputs {
     }
 };
 
-DEVICE const uint4* lane_inputs(const Rows& rows, int lane) {
-    const int pair = rows.members[smaller(lane / 4, rows.count - 1)];
-    return reinterpret_cast<const uint4*>(rows.ready + static_cast<int64>(pair) * rows.width) + lane % 4;
+// Where a lane's inputs are, once they are ready. Barriers all the block.
+template <bool ROTATES>
+DEVICE const uint4* lane_inputs(const Layer& layer, const Rows& rows, uint4* shared, int lane) {
+    const int member = smaller(lane / 4, rows.count - 1);
+    const half_bits* row;
+    if (ROTATES) {
+        half_bits* inputs = reinterpret_cast<half_bits*>(shared + HANDED_PIECES + STAGES_PIECES);
+        rotate_inputs(layer, rows, inputs);
+        row = inputs + member * (rows.width + ROW_PADDING);
+    } else {
+        row = rows.ready + static_cast<int64>(rows.members[member]) * rows.width;
+    }
+    return reinterpret_cast<const uint4*>(row) + lane % 4;
 }
 
 DEVICE void store_sums(const Chains<4>& chains, const Rows& rows, int tile_column, int lane) {
@@ -154,15 +193,14 @@ DEVICE void store_sums(const Chains<4>& chains, const Rows& rows, int tile_colum
 
 #if TURNS == 1
 // A warp's columns from first_column on, WARP_COLUMNS apart, to last_column - 1.
-template <typename F>
+template <typename F, bool ROTATES>
 DEVICE void multiply_columns(const Layer& layer, int first_column, int last_column, const Rows& rows, uint4* shared) {
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, chunks = layer.inputs / BLOCK;
     const int first = first_column + warp;
-    if (first >= last_column) return;
     TileStages<F> tiles(layer, first, (last_column - first + WARP_COLUMNS - 1) / WARP_COLUMNS, 0,
                         shared + warp * STAGES * TileStages<F>::stage_pieces, lane);
     const LanePlace<F::twice> place(lane);
-    const uint4* row = lane_inputs(rows, lane);
+    const uint4* row = lane_inputs<ROTATES>(layer, rows, shared, lane);
     for (int column = first; column < last_column; column += WARP_COLUMNS) {
         Chains<4> chains;
 #pragma unroll 1
@@ -183,16 +221,19 @@ DEVICE void multiply_columns(const Layer& layer, int first_column, int last_colu
     }
 }
 #else
-// One column, by all warps in turn.
-template <typename F>
-DEVICE void multiply_columns(const Layer& layer, int column, int, const Rows& rows, uint4* shared) {
-    const int lane = threadIdx.x % WARP, turn = threadIdx.x / WARP, chunks = layer.inputs / BLOCK;
-    Handed& handed = *reinterpret_cast<Handed*>(shared);
-    TileStages<F> tiles(layer, column, 1, turn,
-                        shared + sizeof(Handed) / 16 + turn * STAGES * TileStages<F>::stage_pieces, lane);
+// WARP_COLUMNS columns from first_column on, each by TURNS warps.
+template <typename F, bool ROTATES>
+DEVICE void multiply_columns(const Layer& layer, int first_column, int last_column, const Rows& rows, uint4* shared) {
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, chunks = layer.inputs / BLOCK;
+    const int turn = warp % TURNS, own = warp / TURNS, column = first_column + own;
+    Handed& handed = reinterpret_cast<Handed*>(shared)[own];
+    TileStages<F> tiles(layer, column, column < last_column ? 1 : 0, turn,
+                        shared + HANDED_PIECES + warp * STAGES * TileStages<F>::stage_pieces, lane);
     const LanePlace<F::twice> place(lane);
-    const uint4* row = lane_inputs(rows, lane);
-    int round = 0;
+    const uint4* row = lane_inputs<ROTATES>(layer, rows, shared, lane);
+    if (column >= last_column) return;
+    const int own_turn = warp + 1, awaited = turn == 0 ? warp + TURNS : warp;
+    int round = turn == 0 ? 0 : 1;
 #pragma unroll 1
     for (int chunk = turn; chunk < chunks; chunk += TURNS, round++) {
         Inputs inputs;
@@ -205,7 +246,7 @@ DEVICE void multiply_columns(const Layer& layer, int column, int, const Rows& ro
         tiles.advance(lane);
         Chains<4> chains;
         if (chunk) {
-            wait_for_turn(turn == 0 ? TURNS : turn, turn == 0 ? round : round + 1);
+            wait_for_turn(awaited, round);
             take_chains(chains, handed, lane);
             chains.resume(chunk, layer.inputs);
         }
@@ -213,7 +254,7 @@ DEVICE void multiply_columns(const Layer& layer, int column, int, const Rows& ro
         for (int step = 0; step < TILES; step++) inputs.multiply(step, weights[step], chains.sums);
         if (chunk + 1 < chunks) {
             put_chains(chains, handed, lane);
-            hand_over(turn + 1);
+            hand_over(own_turn);
         } else {
             store_sums(chains, rows, column, lane);
         }
@@ -221,29 +262,22 @@ DEVICE void multiply_columns(const Layer& layer, int column, int, const Rows& ro
 }
 #endif
 
-// What plain layers read: inputs [pairs / pairs_a_row, width], of which `real` values are no padding.
-struct PlainInputs {
-    const float* values;
-    int width, real, pairs_a_row;
-};
-
-// Columns of a plain layer, a thread an output of a row.
-DEVICE void multiply_plain(const Layer& layer, int first_column, int last_column, const PlainInputs& inputs,
-                           const Rows& rows) {
+// Columns of a plain layer, a thread an output of a row; `real` of a row's values are no padding.
+DEVICE void multiply_plain(const Layer& layer, int first_column, int last_column, int real, const Rows& rows) {
     const int first = first_column * TILE, outputs = smaller(last_column * TILE, layer.outputs) - first;
     for (int unit = threadIdx.x; unit < outputs * rows.count; unit += THREADS) {
-        const int column = first + unit % outputs, pair = rows.members[unit / outputs];
-        const float* row = inputs.values + static_cast<int64>(pair / inputs.pairs_a_row) * inputs.width;
-        rows.sums[static_cast<int64>(pair) * rows.sums_width + column] = plain_chain(layer, row, inputs.real, column);
+        const int column = first + unit % outputs, member = unit / outputs;
+        const int64 place = static_cast<int64>(rows.members[member]) * rows.sums_width + column;
+        rows.sums[place] = plain_chain(layer, rows.values_of(member), real, column);
     }
 }
 
 // The sums of the rows with columns first_column to last_column - 1, as far as the layer has them.
-DEVICE void multiply(const Layer& layer, int first_column, int last_column, const PlainInputs& plain, const Rows& rows,
-                     uint4* shared) {
+template <bool ROTATES>
+DEVICE void multiply(const Layer& layer, int first_column, int last_column, const Rows& rows, uint4* shared) {
 #if PLAIN_LAYERS
     if (layer.format == PLAIN) {
-        multiply_plain(layer, first_column, last_column, plain, rows);
+        multiply_plain(layer, first_column, last_column, rows.values_width, rows);
         return;
     }
 #endif
@@ -251,8 +285,24 @@ DEVICE void multiply(const Layer& layer, int first_column, int last_column, cons
     begin_turns();
     const int last = smaller(last_column, layer.outputs / TILE);
     with_format(layer.format, [&](auto format) {
-        multiply_columns<decltype(format)>(layer, first_column, last, rows, shared);
+        multiply_columns<decltype(format), ROTATES>(layer, first_column, last, rows, shared);
     });
+}
+
+// A block's tile and its list of pairs.
+DEVICE RowTile own_tile(const RowTile* tiles, const int* members, const int* ids, int rows, int chosen, int experts,
+                        int number, const int*& list) {
+#if FUSED
+    __shared__ RowTile tile;
+    __shared__ int own_members[TILE_ROWS];
+    if (threadIdx.x < WARP) find_tile(ids, rows, chosen, experts, number, threadIdx.x, tile, own_members);
+    __syncthreads();
+    list = own_members;
+    return tile;
+#else
+    list = members + number * TILE_ROWS;
+    return tiles[number];
+#endif
 }
 
 // Ask early for what the last block of 128 outputs will read.
@@ -269,33 +319,34 @@ DEVICE int arrivals(int columns) { return columns < TILES ? TILES / columns : 1;
 // ready [2][pairs, width], the inputs of gate and up -> those of down: halves, or floats if plain [pairs, inner_width].
 //
 // grid (2 * inner_width / 16 / columns, tiles and one more if there are gate weights), 128 threads: the first blocks
-// then compute the shared expert's gate. columns: 1 by turns, else 4 or 8. sums [pairs, 2, inner_width] is scratch;
-// counters [experts + 1, 8, inner_width / 128] are zeros, and are again. x [rows, hidden] is read by plain layers.
+// then compute the shared expert's gate. columns: 4 / TURNS, or 8 without turns. sums [pairs, 2, inner_width] is
+// scratch; counters [experts + 1, 8, inner_width / 128] are zeros, and are again. x [rows, hidden].
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_A_PROCESSOR) multiply_gate_up(
-    const Layer* layers, const RowTile* tiles, const int* members, const half_bits* ready, int pairs, int width,
-    const float* x, int hidden, int pairs_a_row, float* sums, int* counters, half_bits* halves, float* floats,
-    int inner_width, int columns, const float* gate_weights, int gate_inputs, const float* gate_bias,
+    const Layer* layers, const RowTile* tiles, const int* members, const int* ids, int rows, int chosen, int experts,
+    const half_bits* ready, int width, const float* x, int hidden, float* sums, int* counters, half_bits* halves,
+    float* floats, int inner_width, int columns, const float* gate_weights, int gate_inputs, const float* gate_bias,
     float* gate_logits) {
     DYNAMIC_SHARED(uint4, shared);
     if (gate_weights && blockIdx.y == 0) {
-        const int rows = pairs / pairs_a_row;
         for (int first = blockIdx.x * GATE_ROWS; first < rows; first += gridDim.x * GATE_ROWS)
             shared_gate_logits(x, hidden, rows, first, gate_weights, gate_inputs, gate_bias, gate_logits,
                                *reinterpret_cast<GateInputs<GATE_ROWS>*>(shared));
         return;
     }
-    const RowTile tile = tiles[blockIdx.y - (gate_weights ? 1 : 0)];
+    const int* list;
+    const RowTile tile =
+        own_tile(tiles, members, ids, rows, chosen, experts, blockIdx.y - (gate_weights ? 1 : 0), list);
     if (tile.count == 0) return;
     const int side_blocks = inner_width / TILE / columns, side = blockIdx.x / side_blocks;
     const int tile_column = blockIdx.x % side_blocks * columns, block = tile_column / TILES;
     if (block * BLOCK >= whole_blocks(layer_of(layers, tile.expert, GATE).outputs)) return;
-    const int* list = members + tile.first;
-    const int64 side_pairs = static_cast<int64>(side) * pairs;
-    const Rows rows = {list, tile.count, ready + side_pairs * width, width, sums + side * inner_width, 2 * inner_width};
+    const int64 side_pairs = static_cast<int64>(side) * rows * (chosen + 1);
+    const Rows tile_rows = {list, tile.count, ready + side_pairs * width, width, sums + side * inner_width,
+                            2 * inner_width, x, hidden, chosen + 1};
     const Layer layer = layer_of(layers, tile.expert, GATE + side);
     fetch_scales(layer.output_scales, tile_column);
     fetch_scales(layer_of(layers, tile.expert, DOWN).input_scales, tile_column);
-    multiply(layer, tile_column, tile_column + columns, {x, hidden, hidden, pairs_a_row}, rows, shared);
+    multiply<FUSED>(layer, tile_column, tile_column + columns, tile_rows, shared);
     int* counter = counters + (tile.expert * MOST_PARTS + tile.part) * (inner_width / BLOCK) + block;
     if (!arrives_last(counter, 2 * arrivals(columns))) return;
     for (int first = 0; first < tile.count; first += THREADS / OCTET) {
@@ -333,24 +384,24 @@ DEVICE void add_pairs(const Layer* layers, const float* sums, const int* ids, co
 
 // Inputs of down -> y [rows, hidden]. grid (ceil(width / 16 / columns), tiles), 128 threads.
 //
-// columns: 1 by turns, else 4, 8, 16 or 32.
+// columns: 4 / TURNS, or 8, 16 or 32 without turns.
 // sums [pairs, width] is scratch; counters [64, width / 128] are zeros, and are again. (chosen + 1) * 128 floats of
 // shared memory, or what the products need.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_A_PROCESSOR) multiply_down(
     const Layer* layers, const RowTile* tiles, const int* members, const half_bits* halves, const float* floats,
     int inner_width, float* sums, int* counters, const int* ids, const float* weights, const float* gate_logits,
-    int chosen, int experts, float* y, int hidden, int width, int columns) {
+    int rows, int chosen, int experts, float* y, int hidden, int width, int columns) {
     DYNAMIC_SHARED(uint4, shared);
     __shared__ int complete[TILE_ROWS * MOST_BLOCKS];
-    const RowTile tile = tiles[blockIdx.y];
+    const int* list;
+    const RowTile tile = own_tile(tiles, members, ids, rows, chosen, experts, blockIdx.y, list);
     if (tile.count == 0) return;
     const int tile_column = blockIdx.x * columns, first_block = tile_column / TILES;
-    const int* list = members + tile.first;
-    const Rows rows = {list, tile.count, halves, inner_width, sums, width};
+    const Rows tile_rows = {list, tile.count, halves, inner_width, sums, width, floats, inner_width, 1};
     const Layer layer = layer_of(layers, tile.expert, DOWN);
     for (int i = 0; i < columns; i += TILES)
         fetch_scales(layer.output_scales, smaller(tile_column + i, width / TILE - 1));
-    multiply(layer, tile_column, tile_column + columns, {floats, inner_width, inner_width, 1}, rows, shared);
+    multiply<false>(layer, tile_column, tile_column + columns, tile_rows, shared);
     __syncthreads();
     const int blocks = smaller((columns + TILES - 1) / TILES, width / BLOCK - first_block);
     if (threadIdx.x < blocks * tile.count) {

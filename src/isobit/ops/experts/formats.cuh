@@ -40,3 +40,10 @@ DEVICE void with_format(int format, Use use) {
     use_widths<MCG>(format, use);
     use_widths<MUL1>(format, use);
 }
+
+DEVICE constexpr int most_twice() {
+    int most = 0;
+    for (int twice = 2; twice <= 16; twice++)
+        if ((THREE_INST_WIDTHS | MCG_WIDTHS | MUL1_WIDTHS) >> twice & 1) most = twice;
+    return most;
+}

@@ -19,12 +19,6 @@ constexpr int SUMS_STRIDE = BLOCK + 4;  // of floats: a quarter of a warp writes
 constexpr int AHEAD = 2;  // stages on their way
 constexpr int STAGES = AHEAD + 1 + WARPGROUPS;  // a product may still read the last but one
 
-DEVICE constexpr int most_twice() {
-    int most = 0;
-    for (int twice = 2; twice <= 16; twice++)
-        if ((THREE_INST_WIDTHS | MCG_WIDTHS | MUL1_WIDTHS) >> twice & 1) most = twice;
-    return most;
-}
 constexpr int SIDE_TILE_PIECES = STAGE_STEPS * BLOCK_TILES * most_twice();  // with the widest format that layers have
 
 // What a thread copies of each stage to shared memory: pieces of 16 bytes of its side's ROWS rows, swizzled, and of its
