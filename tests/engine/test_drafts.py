@@ -21,7 +21,7 @@ from isobit.engine.drafts import (
     RunningDepth,
     accepted_tokens,
 )
-from isobit.engine.guard import FIRST_PLAIN
+from isobit.engine.guard import FIRST_PLAIN, FIRST_ROUNDS
 from isobit.engine.request import Sampling
 from isobit.model.drafting import propose_mtp
 from isobit.model.plan import Plan, Segment
@@ -194,7 +194,7 @@ def lanes_of(drafter, count):
 
 
 def plain_rounds(drafter, lanes):
-    for _ in range(FIRST_PLAIN):
+    for _ in range(FIRST_ROUNDS + FIRST_PLAIN):
         assert drafter.propose(lanes, [9] * len(lanes)) == [Draft()] * len(lanes)
         drafter.learn([Outcome(lane, Draft(), 0) for lane in lanes], 1.0 + 0.3 * len(lanes))
 

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from isobit.engine.guard import (
     FIRST_PLAIN,
     FIRST_REST,
+    FIRST_ROUNDS,
     JUDGED_ROUNDS,
     LONGEST_FIRST_REST,
     LONGEST_REST,
@@ -136,9 +137,20 @@ def test_what_drafts_cost_is_told_in_tokens_and_not_moved_by_slow_outliers():
     assert costs.lost_tokens(1, 1) == 0
 
 
+def test_the_first_rounds_of_a_kind_tell_nothing():
+    costs = RoundCosts()
+    for _ in range(FIRST_ROUNDS):
+        costs.observe(1, 1, 9.0)
+        costs.observe(1, 2, 9.0)
+    assert costs.lost_tokens(1, 2) is None
+    costs.observe(1, 1, 1.0)
+    costs.observe(1, 2, 1.5)
+    assert costs.lost_tokens(1, 2) == 0.5
+
+
 def test_plain_rounds_are_asked_for_until_they_are_known_and_when_they_are_old():
     costs = RoundCosts()
-    for _ in range(FIRST_PLAIN):
+    for _ in range(FIRST_ROUNDS + FIRST_PLAIN):
         assert costs.needs_plain_round(2)
         costs.observe(2, 2, 1.0)
     asked = 0

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from statistics import median
 
 REMEMBERED = 9  # rounds of one kind whose median is what such a round costs
-FIRST_PLAIN = 4  # rounds without drafts before the first with some, to compare with
+FIRST_ROUNDS = 2  # of a kind, which tell nothing: the device may prepare for those to come
+FIRST_PLAIN = 2  # rounds without drafts before the first with some, to compare with
 PLAIN_EVERY = 48  # rounds with drafts after which one goes without, to compare anew
 TRIAL_ROUNDS = 8  # drafted rounds after which drafts must pay
 TRIAL_LOSS = 2.0  # tokens that a trial may cost before that
@@ -16,9 +17,13 @@ LONGEST_FIRST_REST = 128  # of a new lane, whose text may be of another kind tha
 
 
 class RoundCosts:
-    """The median seconds of rounds with so many decoding lanes and so many rows; the proposing of drafts counts."""
+    """The median seconds of rounds with so many decoding lanes and so many rows; the proposing of drafts counts.
+
+    The first FIRST_ROUNDS of a kind do not.
+    """
 
     def __init__(self) -> None:
+        self._rounds: dict[tuple[int, int], int] = defaultdict(int)
         self._seconds: dict[tuple[int, int], deque[float]] = defaultdict(lambda: deque(maxlen=REMEMBERED))
         self._drafted_rounds: dict[int, int] = defaultdict(int)
 
@@ -28,7 +33,9 @@ class RoundCosts:
 
     def observe(self, lanes: int, rows: int, seconds: float) -> None:
         """A round took `seconds`; rounds with prompt rows do not count."""
-        self._seconds[lanes, rows].append(seconds)
+        self._rounds[lanes, rows] += 1
+        if self._rounds[lanes, rows] > FIRST_ROUNDS:
+            self._seconds[lanes, rows].append(seconds)
         self._drafted_rounds[lanes] = self._drafted_rounds[lanes] + 1 if rows > lanes else 0
 
     def typical(self, lanes: int, rows: int) -> float | None:

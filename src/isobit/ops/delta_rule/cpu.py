@@ -12,6 +12,7 @@ from isobit.ops.convolution import convolve
 from isobit.ops.journal import journal_arguments
 from isobit.ops.lanes import (
     LANES,
+    copy_at,
     lane_dot_at,
     lanes_fill,
     lanes_fma,
@@ -239,8 +240,7 @@ def store_columns(x, place, lanes, width):
 @njit(nogil=True, error_model="numpy")
 def copy_columns(source, source_place, source_stride, target, target_place, target_stride, key_dim, width):
     for i in range(key_dim):
-        for column in range(width):
-            target[target_place + i * target_stride + column] = source[source_place + i * source_stride + column]
+        copy_at(source, source_place + i * source_stride, target, target_place + i * target_stride, width)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
