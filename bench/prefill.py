@@ -43,6 +43,7 @@ def main() -> int:
     calls: Calls = []
     ops = load_ops("cpu")
     model = load_model(Checkpoint(options.folder or demo_checkpoint()), ops, options.rows + PAGE_ROWS)
+    ops.passes.enabled = False
     for name, function in list(vars(ops).items()):
         if callable(function) and not name.startswith("prepare"):
             setattr(ops, name, timed(name, function, calls))

@@ -13,6 +13,7 @@ from isobit.engine.guard import (
     LONGEST_FIRST_REST,
     LONGEST_REST,
     PLAIN_EVERY,
+    TELLING_ROUNDS,
     TRIAL_LOSS,
     TRIAL_ROUNDS,
     DraftCounters,
@@ -142,9 +143,10 @@ def test_the_first_rounds_of_a_kind_tell_nothing():
     for _ in range(FIRST_ROUNDS):
         costs.observe(1, 1, 9.0)
         costs.observe(1, 2, 9.0)
-    assert costs.lost_tokens(1, 2) is None
     costs.observe(1, 1, 1.0)
-    costs.observe(1, 2, 1.5)
+    for _ in range(TELLING_ROUNDS):
+        assert costs.lost_tokens(1, 2) is None
+        costs.observe(1, 2, 1.5)
     assert costs.lost_tokens(1, 2) == 0.5
 
 

@@ -218,7 +218,7 @@ class Drafter:
         self.counters = {proposer.name: DraftCounters() for proposer in self.proposers}
         self.costs = RoundCosts()
         self._rests: dict[str, tuple[int, int]] = {}
-        self._clock = clock
+        self.clock = clock
         self._proposing_seconds = 0.0
 
     def open(self, stream: Stream, tokens: Sequence[int], sampling: Sampling) -> LaneDrafts:
@@ -245,7 +245,7 @@ class Drafter:
             return drafts
         if self.most_tokens is not None:
             room = [min(tokens, self.most_tokens // len(lanes)) for tokens in room]
-        start = self._clock()
+        start = self.clock()
         for proposer in self.proposers:
             waiting = [
                 i
@@ -258,7 +258,7 @@ class Drafter:
             proposed = proposer.propose([lanes[i] for i in waiting], depths)
             for i, tokens in zip(waiting, proposed, strict=True):
                 drafts[i] = Draft(tuple(tokens), proposer.name) if tokens else drafts[i]
-        self._proposing_seconds = self._clock() - start
+        self._proposing_seconds = self.clock() - start
         return drafts
 
     def learn(self, outcomes: Sequence[Outcome], seconds: float | None) -> None:

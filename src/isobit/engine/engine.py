@@ -86,7 +86,9 @@ class Engine:
         spill = self._spill_store(cache_bytes)
         cache = PromptCache(state, cache_bytes - (0 if spill is None else spill.queue_bytes), spill)
         sources = proposers(self.model, state, settings.mtp_drafts)
-        drafter = Drafter(sources, most_tokens=self.budget.drafted_tokens)
+        # A thread's processor time does not count what other processes take.
+        clock = time.thread_time if placement.device == "cpu" else time.perf_counter
+        drafter = Drafter(sources, clock, self.budget.drafted_tokens)
         self.rounds = rounds(self.model, state, cache, drafter, self.budget, settings, placement)
         self.segment_rows, _ = self.rounds.fit(segment_rows)
         self._waiting: deque[Ticket] = deque()

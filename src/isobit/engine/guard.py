@@ -2,11 +2,11 @@
 
 from collections import defaultdict, deque
 from dataclasses import dataclass
-from statistics import median
 
-REMEMBERED = 9  # rounds of one kind whose median is what such a round costs
-FIRST_ROUNDS = 2  # of a kind, which tell nothing: the device may prepare for those to come
-FIRST_PLAIN = 2  # rounds without drafts before the first with some, to compare with
+REMEMBERED = 12  # rounds of one kind that tell what such a round costs
+FIRST_ROUNDS = 1  # of a kind, which tell nothing: the device may prepare for those to come
+TELLING_ROUNDS = 3  # with drafts, of one kind, before they are judged by what they take
+FIRST_PLAIN = 1  # rounds without drafts before the first with some, to compare with
 PLAIN_EVERY = 48  # rounds with drafts after which one goes without, to compare anew
 TRIAL_ROUNDS = 8  # drafted rounds after which drafts must pay
 TRIAL_LOSS = 2.0  # tokens that a trial may cost before that
@@ -17,9 +17,9 @@ LONGEST_FIRST_REST = 128  # of a new lane, whose text may be of another kind tha
 
 
 class RoundCosts:
-    """The median seconds of rounds with so many decoding lanes and so many rows; the proposing of drafts counts.
+    """What rounds with so many decoding lanes and so many rows take, in seconds; the proposing of drafts counts.
 
-    The first FIRST_ROUNDS of a kind do not.
+    It is the lower quartile, which other work on the machine moves least, after FIRST_ROUNDS of the kind.
     """
 
     def __init__(self) -> None:
@@ -40,13 +40,13 @@ class RoundCosts:
 
     def typical(self, lanes: int, rows: int) -> float | None:
         """What such a round costs, None if there was none."""
-        seconds = self._seconds[lanes, rows]
-        return median(seconds) if seconds else None
+        seconds = sorted(self._seconds[lanes, rows])
+        return seconds[len(seconds) // 4] if seconds else None
 
     def lost_tokens(self, lanes: int, rows: int) -> float | None:
         """Tokens that rounds without drafts give in the time that such a round takes longer; None if unknown."""
         drafted, plain = self.typical(lanes, rows), self.typical(lanes, lanes)
-        if drafted is None or not plain:
+        if drafted is None or not plain or (rows > lanes and len(self._seconds[lanes, rows]) < TELLING_ROUNDS):
             return None
         return (drafted - plain) * lanes / plain
 

@@ -77,10 +77,12 @@ class Rounds:
             return
         try:
             turns = self._turns(lanes)
-            started = time.perf_counter()
-            logits = self.model.forward(self.state, Plan(tuple(turn.segment for turn in turns)))
+            started = self.drafter.clock()
+            # Other sizes of prompts seldom come again, and serial prompts are what all else is checked against.
+            recurring = not any(lane.prompt_left for lane in lanes)
+            logits = self.model.forward(self.state, Plan(tuple(turn.segment for turn in turns), recurring))
             samples = self._sample(logits, [draw for turn in turns for draw in turn.draws])
-            seconds = time.perf_counter() - started
+            seconds = self.drafter.clock() - started
         except Exception as error:
             log.exception("a forward failed")
             for lane in lanes:
@@ -312,8 +314,8 @@ class Rounds:
         )
 
     def _can_buffer(self, rows: int) -> bool:
-        needed = self.model.workspace_bytes(rows)
-        return needed <= self.budget.buffer_bytes and self.placement.can_allocate(needed)
+        needed, kept = self.model.workspace_bytes(rows), self.model.replay_bytes()
+        return needed + kept <= self.budget.buffer_bytes and self.placement.can_allocate(needed)
 
     def _retire_if_over(self, lane: Lane) -> None:
         reason = lane.end_reason()

@@ -57,7 +57,7 @@ class FlashNext:
                 batches[MTP] = completed
                 if len(rows) < batch.rows:
                     arrays[MTP_ROWS] = rows
-        return PassInputs(batches, arrays)
+        return PassInputs(batches, arrays, plan.recurring)
 
     def _rows(self, state: StatePool, inputs: PassInputs, trace: Trace | None) -> Array:
         """All layers of a forward, and the logits that it asks for."""
@@ -126,6 +126,10 @@ class FlashNext:
         """Bytes of the journals of `rows` journaled rows: verifying d drafts of a stream journals d rows."""
         shapes = self.recurrent_shapes().values()
         return rows * sum(math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in shapes)
+
+    def replay_bytes(self) -> int:
+        """Bytes of buffers that are kept between forwards, to replay small ones."""
+        return getattr(self.ops.passes, "nbytes", 0)
 
     def workspace_bytes(self, rows: int) -> int:
         """The most bytes of temporary arrays that a forward of `rows` rows needs: an upper estimate from the widths."""

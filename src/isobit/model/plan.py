@@ -28,9 +28,13 @@ class Segment:
 
 @dataclass(frozen=True)
 class Plan:
-    """The segments of one forward, each of another stream, laid end to end."""
+    """The segments of one forward, each of another stream, laid end to end.
+
+    recurring: whether forwards of these sizes are likely to come again.
+    """
 
     segments: tuple[Segment, ...]
+    recurring: bool = True
 
     def __post_init__(self) -> None:
         streams = {segment.stream.slot for segment in self.segments}

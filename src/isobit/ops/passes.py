@@ -9,10 +9,14 @@ from isobit.ops.batch import Array, Batch
 
 @dataclass(frozen=True)
 class PassInputs:
-    """What a forward reads that changes from one to the next: batches, and arrays of the host or the device."""
+    """What a forward reads that changes from one to the next: batches, and arrays of the host or the device.
+
+    recurring: whether forwards of these shapes are likely to come again.
+    """
 
     batches: dict[str, Batch]
     arrays: dict[str, Array] = field(default_factory=dict)
+    recurring: bool = True
 
 
 Body = Callable[[PassInputs], Any]

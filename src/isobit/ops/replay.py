@@ -1,4 +1,4 @@
-"""Forwards of few rows on the CPU: the first of its shapes runs step by step, the second is recorded, then replayed.
+"""Forwards of few rows on the CPU: the first of its shapes is recorded as it runs, later ones are replayed.
 
 Of a small forward's time, much goes into the ops' Python code; a tape goes from kernel to kernel.
 """
@@ -16,7 +16,6 @@ from isobit.ops.passes import Body, PassInputs
 
 MOST_ROWS = 16  # of a forward that is replayed: more rows keep the kernels busy
 MOST_TAPES = 64
-MOST_SEEN = 1024
 
 
 class TapePasses:
@@ -28,28 +27,27 @@ class TapePasses:
     def __init__(self) -> None:
         self.enabled = True
         self.arena = tape.Arena()
-        self._seen: set[Hashable] = set()
         self._tapes: OrderedDict[Hashable, Tape] = OrderedDict()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are kept for forwards to come."""
+        return self.arena.nbytes
 
     def run(self, key: Hashable, inputs: PassInputs, body: Body, replayable: bool = True) -> Any:
         """As `isobit.ops.passes.EagerPasses.run` says, but for the arrays given: they stay as they are."""
         small = all(batch.rows <= MOST_ROWS for batch in inputs.batches.values())
-        if not (self.enabled and replayable and small):
+        if not (self.enabled and replayable and inputs.recurring and small):
             return body(inputs)
         inputs = with_wide_pages(inputs)
         full_key = key, threads(), shapes(inputs)
         found = self._tapes.get(full_key)
         if found is None:
-            return self._run_new(full_key, inputs, body)
+            return self._record(full_key, inputs, body)
         self._tapes.move_to_end(full_key)
         return found.replay(inputs)
 
-    def _run_new(self, key: Hashable, inputs: PassInputs, body: Body) -> Any:
-        if key not in self._seen:
-            if len(self._seen) == MOST_SEEN:
-                self._seen.clear()
-            self._seen.add(key)
-            return body(inputs)
+    def _record(self, key: Hashable, inputs: PassInputs, body: Body) -> Any:
         static = StaticInputs(inputs)
         with tape.recorded(self.arena) as recorder:
             outputs = body(static.given)

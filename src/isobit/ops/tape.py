@@ -45,6 +45,10 @@ class Arena:
         self._owners: dict[int, weakref.ref[np.ndarray]] = {}
 
     @property
+    def nbytes(self) -> int:
+        return sum(map(len, self._blocks.values()))
+
+    @property
     def blocks(self) -> tuple[bytearray, ...]:
         return tuple(self._blocks.values())
 
