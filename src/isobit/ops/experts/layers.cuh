@@ -165,13 +165,24 @@ DEVICE void load_octet_of_row(const float* row, int first, int width, int j, flo
     }
 }
 
+DEVICE void scale_two(unsigned scales, float v[2]) {
+    v[0] = v[0] * float_of_half(static_cast<half_bits>(scales & 0xFFFFu));
+    v[1] = v[1] * float_of_half(static_cast<half_bits>(scales >> 16));
+}
+
 DEVICE void scale_octet(const half_bits* scales, int j, float v[OCTET_VALUES]) {
+#if NATURAL_ORDER
 #pragma unroll
-    for (int pair = 0; pair < OCTET_VALUES / 2; pair++) {
-        const unsigned two = *reinterpret_cast<const unsigned*>(scales + octet_place(j) + octet_offset(pair));
-        v[2 * pair] = v[2 * pair] * float_of_half(static_cast<half_bits>(two & 0xFFFFu));
-        v[2 * pair + 1] = v[2 * pair + 1] * float_of_half(static_cast<half_bits>(two >> 16));
+    for (int m = 0; m < OCTET_VALUES / 4; m++) {
+        const uint2 four = *reinterpret_cast<const uint2*>(scales + 4 * j + 32 * m);
+        scale_two(four.x, v + 4 * m);
+        scale_two(four.y, v + 4 * m + 2);
     }
+    return;
+#endif
+#pragma unroll
+    for (int pair = 0; pair < OCTET_VALUES / 2; pair++)
+        scale_two(*reinterpret_cast<const unsigned*>(scales + octet_place(j) + octet_offset(pair)), v + 2 * pair);
 }
 
 template <int STRIDE>
