@@ -1,6 +1,6 @@
 """What the CUDA contracts of the ops share: rows and state pools on the device and back."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
@@ -74,6 +74,10 @@ def _same_kind(array: np.ndarray) -> np.ndarray:
     return array.view(np.int16) if array.dtype == np.uint16 else array
 
 
-def streams_to_rows(rows: Sequence[np.ndarray]) -> Any:
-    """Rows of several streams end to end, on the device."""
-    return on_device(np.concatenate(list(rows)))
+def overrun(tensor: Any, nbytes: int) -> None:
+    """Change `nbytes` bytes behind a tensor, where the memory it lies in goes so far: for planted defects."""
+    import torch
+
+    raw = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+    end = tensor.storage_offset() * tensor.element_size() + tensor.nbytes
+    raw[end : end + nbytes] ^= 0xFF

@@ -43,6 +43,11 @@ def unfused(call: Call) -> Outputs:
         return {**outputs, "written": inputs["streams"][rows] + product}
 
 
+def written_before(call: Call, **changes: np.ndarray) -> Outputs:
+    """A write and a read of which the write is the sound one, and the read sees other writes."""
+    return {**call.replay(**changes), "written": call.run()["written"]}
+
+
 @plant("gated_read", "reference", "every stream is normed with the weights of the one before")
 def weights_of_another_stream(call: Call) -> Outputs:
     hidden = call.case.inputs["streams"].shape[2]
@@ -149,3 +154,57 @@ def accumulating_copy(call: Call) -> Outputs:
     with np.errstate(all="ignore"):
         buffer += outputs["expanded"]
     return {**outputs, "expanded": buffer}
+
+
+@plant("gated_write_read", "reference", "the read sees the streams before the write")
+def read_before_write(call: Call) -> Outputs:
+    return written_before(call, injection=np.zeros_like(call.case.inputs["injection"]))
+
+
+@plant("gated_write_read", "reference", "the last stream is read but not written")
+def last_stream_only_read(call: Call) -> Outputs:
+    outputs = call.run()
+    outputs["written"][:, -1] = call.case.inputs["before"][call.streams, -1]
+    return outputs
+
+
+@plant("gated_write_read", "rows", "a row of a batch is written with the injection of the row before")
+def injection_of_the_row_before(call: Call) -> Outputs:
+    if call.rows == 1:
+        return call.run()
+    return call.replay(injection=np.roll(call.case.inputs["injection"], 1, axis=0))
+
+
+@plant("gated_write_read", "rows", "more than 8 rows are read as they were before the write")
+def many_read_before_write(call: Call) -> Outputs:
+    return read_before_write(call) if call.rows > 8 else call.run()
+
+
+@plant("gated_write_read", "replaces", "the product of the write is rounded before it is added")
+def unfused_before_read(call: Call) -> Outputs:
+    outputs, inputs, rows = call.run(), call.case.inputs, call.streams
+    with np.errstate(all="ignore"):
+        product = inputs["injection"][rows][:, :, None] * inputs["y"][rows][:, None, :]
+        return {**outputs, "written": inputs["before"][rows] + product}
+
+
+@plant("gated_write_read", "replaces", "the read sums the streams from the last to the first")
+def reversed_read(call: Call) -> Outputs:
+    inputs = call.case.inputs
+    reversed_streams = {name: np.ascontiguousarray(inputs[name][:, ::-1]) for name in ("before", "injection")}
+    outputs = call.replay("streams reversed", **mirrored(call, 0), **reversed_streams)
+    return {**outputs, "written": np.ascontiguousarray(outputs["written"][:, ::-1])}
+
+
+@plant("gated_write_read", "hygiene", "the mix of the last row is not written")
+def last_mix_unwritten(call: Call) -> Outputs:
+    outputs = call.run()
+    return {**outputs, "mixed": unwritten(outputs["mixed"], -1)}
+
+
+@plant("gated_write_read", "hygiene", "y is multiplied by the injection in place before the read")
+def y_scaled_before_read(call: Call) -> Outputs:
+    outputs, (injection, y) = run_and_lend(call)
+    with np.errstate(all="ignore"):
+        y *= injection[:, :1]
+    return outputs

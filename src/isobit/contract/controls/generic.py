@@ -114,24 +114,26 @@ def stale_state(call: Call) -> Outputs:
     before = {name: np.array(values) for name, values in call.state_arrays().items()}
     outputs = call.run()
     if call.rows > 1:
-        for name, values in call.state_arrays().items():
-            values[...] = before[name]
+        with call.changed_state() as arrays:
+            for name, values in arrays.items():
+                values[...] = before[name]
     return outputs
 
 
 def strangers_state(call: Call) -> Outputs:
     """Every call also writes the first element of the state, which belongs to no stream of the call."""
     outputs = call.run()
-    for values in call.state_arrays().values():
-        if values.size:
-            first = values.reshape(-1)[:1]
-            first[...] = last_bits_flipped(first)
+    with call.changed_state() as arrays:
+        for values in arrays.values():
+            if values.size:
+                first = values.reshape(-1)[:1]
+                first[...] = last_bits_flipped(first)
     return outputs
 
 
 def state_overrun(call: Call) -> Outputs:
     outputs = call.run()
-    for values in call.state_arrays().values():
+    for values in call.live_state().values():
         overrun(values, 1)
     return outputs
 

@@ -1,6 +1,7 @@
 """How defects are planted: around an op's calls, as one more implementation, never as a switch inside a kernel."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -68,8 +69,34 @@ class Call:
         return {name: np.array(values) for name, values in outputs.items()}
 
     def state_arrays(self) -> Outputs:
-        """The live arrays of the state."""
+        """The arrays of the state: live, or copies where they lie on a device."""
         return self.op.final_state(self.case, self.state)
+
+    @contextmanager
+    def changed_state(self) -> Iterator[Outputs]:
+        """The arrays of the state, to be changed in place; copies go back to the device they are from."""
+        arrays = self.state_arrays()
+        yield arrays
+        put_back = getattr(self.op, "put_state", None)
+        if put_back is not None:
+            put_back(self.case, self.state, arrays)
+
+    def live_state(self) -> dict[str, Any]:
+        """The state where it lies: arrays, or tensors of a device."""
+        lying = getattr(self.op, "device_state", self.op.final_state)
+        return dict(lying(self.case, self.state))
+
+    @contextmanager
+    def attributes_of_state(self, **changed: Any) -> Iterator[None]:
+        """Attributes of the state object are others within; those of a call that was run already do not matter."""
+        before = {name: getattr(self.state, name) for name in changed}
+        for name, value in changed.items():
+            setattr(self.state, name, value)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                setattr(self.state, name, value)
 
     def _all_rows(self, case: Case) -> Outputs:
         (plan,) = together(case)
@@ -151,6 +178,12 @@ def as_halves(values: np.ndarray) -> np.ndarray:
         return values.astype(np.float16).astype(values.dtype) if values.dtype.kind == "f" else values
 
 
+def as_singles(values: np.ndarray) -> np.ndarray:
+    """float64 values rounded to float32 and back."""
+    with np.errstate(over="ignore"):
+        return values.astype(np.float32).astype(values.dtype)
+
+
 def evens_first(width: int) -> tuple[np.ndarray, np.ndarray]:
     """An order of `width` elements that pairs them otherwise in a lane sum, and the way back."""
     order = np.concatenate([np.arange(0, width, 2), np.arange(1, width, 2)])
@@ -173,8 +206,12 @@ def unwritten(values: np.ndarray, *index: Any) -> np.ndarray:
     return buffer
 
 
-def overrun(array: np.ndarray, nbytes: int) -> None:
+def overrun(array: Any, nbytes: int) -> None:
     """Change `nbytes` bytes behind the array (before it, if negative), where the memory it lies in goes so far."""
+    if not isinstance(array, np.ndarray):
+        from isobit.ops import device_cases
+
+        return device_cases.overrun(array, nbytes)
     raw = array
     while isinstance(raw.base, np.ndarray):
         raw = raw.base

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from isobit.contract.controls.planted import Call, last_bits_flipped, plant, run_and_lend, unwritten
+from isobit.contract.controls.planted import Call, as_singles, last_bits_flipped, plant, run_and_lend, unwritten
 from isobit.ops.contract import Outputs
 
 
@@ -100,10 +100,29 @@ def top_summed_from_the_last(call: Call) -> Outputs:
     return summed_backwards(call, "logprobs")
 
 
+@plant("sample", "replaces", "logprobs are rounded to float32")
+def single_logprob(call: Call) -> Outputs:
+    outputs = call.run()
+    return {**outputs, "logprob": as_singles(outputs["logprob"])}
+
+
+@plant("top_logprobs", "rows", "batches of more than 16 rows round logprobs to float32")
+def single_in_batches(call: Call) -> Outputs:
+    return single_logprobs(call) if call.rows > 16 else call.run()
+
+
 @plant("top_logprobs", "replaces", "logprobs are rounded to float32")
 def single_logprobs(call: Call) -> Outputs:
     outputs = call.run()
-    return {**outputs, "logprobs": outputs["logprobs"].astype(np.float32).astype(np.float64)}
+    return {**outputs, "logprobs": as_singles(outputs["logprobs"])}
+
+
+@plant("top_logprobs", "replaces", "differences to the largest logit are taken in float32")
+def single_differences(call: Call) -> Outputs:
+    """Logits as their differences, which are the same but for a rounding."""
+    logits = call.case.inputs["logits"]
+    with np.errstate(all="ignore"):
+        return call.replay(logits=logits - logits.max(axis=1, keepdims=True))
 
 
 @plant("sample", "hygiene", "rows that are not finite get no token")

@@ -1,5 +1,6 @@
 """Defects of sparse attention: what it writes, what it selects, what it reads."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -35,16 +36,61 @@ def blocks_reversed(call: Call) -> list[np.ndarray]:
     return reversed_keys
 
 
+def reselected(call: Call, outputs: Outputs, preference: Callable[[np.ndarray], np.ndarray], fewer: int = 0) -> Outputs:
+    """The selection made again from the scores: ties to the smaller preference of a block, `fewer` blocks a row."""
+    kept = call.case.inputs["shape"].kept
+    blocks, counts = np.full_like(outputs["blocks"], -1), outputs["counts"].copy()
+    for row, scores in enumerate(outputs["scores"]):
+        finished = np.arange(int((scores >= 0).sum()))
+        best = np.lexsort((preference(finished), -scores[: len(finished)]))[: kept - fewer]
+        blocks[row, : len(best)], counts[row] = np.sort(best), len(best)
+    return {**outputs, "blocks": blocks, "counts": counts, "traced_blocks": blocks.copy()}
+
+
 def ties_to_the_higher(call: Call, outputs: Outputs) -> Outputs:
-    """The selection made again from the scores, with ties to the higher block."""
-    kept, blocks = call.case.inputs["shape"].kept, outputs["blocks"].copy()
-    for row, count in enumerate(outputs["counts"]):
-        scores = outputs["scores"][row]
-        finished = int((scores >= 0).sum())
-        if finished > kept:
-            order = np.lexsort((-np.arange(finished), -scores[:finished]))
-            blocks[row, :count] = np.sort(order[:kept])
-    return {**outputs, "blocks": blocks, "traced_blocks": blocks.copy()}
+    return reselected(call, outputs, np.negative)
+
+
+def pages_of_the_segment_above(call: Call) -> np.ndarray:
+    """The page tables, in which every segment of the call has those of the segment above it."""
+    pages, streams = call.state.pages.copy(), [span.stream for span in call.plan]
+    pages[streams] = pages[np.roll(streams, 1)]
+    return pages
+
+
+def through_other_pages(call: Call) -> Outputs:
+    with call.attributes_of_state(pages=pages_of_the_segment_above(call)):
+        return call.run()
+
+
+def one_row_late(streams: list[np.ndarray]) -> list[np.ndarray]:
+    """Each row where the next should be, the last where the first should."""
+    return [np.roll(rows, 1, axis=0) for rows in streams]
+
+
+def values_summed_apart(call: Call, name: str) -> Outputs:
+    """Weighted values of the earlier and the later half of the positions are two sums, added at the end."""
+    earlier, later = ([rows.copy() for rows in call.case.inputs[name]] for _ in range(2))
+    for early, late in zip(earlier, later, strict=True):
+        early[len(early) // 2 :] = 0
+        late[: len(late) // 2] = 0
+    parts = (call.replay(half, **{name: values}) for half, values in (("earlier", earlier), ("later", later)))
+    return {"y": np.add(*(part["y"] for part in parts))}
+
+
+def blocks_read_backwards(call: Call) -> Outputs:
+    """The blocks that every row has finished lie, and are read and merged, from the last to the first."""
+    inputs, shape = call.case.inputs, call.case.inputs["shape"]
+    count = shape.before // shape.block
+
+    def backwards(rows: np.ndarray) -> np.ndarray:
+        blocks = rows[: count * shape.block].reshape(count, shape.block, *rows.shape[1:])[::-1]
+        return np.concatenate([blocks.reshape(-1, *rows.shape[1:]), rows[count * shape.block :]])
+
+    choices = inputs["choices"].copy()
+    choices[..., :count] = choices[..., :count][..., ::-1]
+    turned = {name: [backwards(rows) for rows in inputs[name]] for name in ("keys", "values")}
+    return call.replay("backwards", choices=choices, **turned)
 
 
 def permuted_dims(call: Call) -> Outputs:
@@ -108,6 +154,18 @@ def queries_rotated_later(call: Call) -> Outputs:
     return {**outputs, "scores": np.where(scores >= 0, turned["scores"][:, : scores.shape[1]], scores)}
 
 
+@plant("attention_select", "reference", "one block fewer than the budget is chosen")
+def one_block_fewer(call: Call) -> Outputs:
+    return reselected(call, call.run(), np.positive, fewer=1)
+
+
+@plant("attention_select", "reference", "a block can be chosen one row before it is finished")
+def unfinished_block_chosen(call: Call) -> Outputs:
+    shape = call.case.inputs["shape"]
+    ahead = call.replay("ahead", shape=replace(shape, before=shape.before + 1))
+    return {**call.run(), "blocks": ahead["blocks"], "counts": ahead["counts"]}
+
+
 @plant("attention_read", "reference", "the gate is left out")
 def no_gate(call: Call) -> Outputs:
     heads = call.case.inputs["shape"].heads
@@ -126,6 +184,11 @@ def first_head_for_all(call: Call) -> Outputs:
 @plant("attention_read", "reference", "the query's norm multiplies by w, not by 1 + w")
 def plain_query_weight(call: Call) -> Outputs:
     return other_norm(call, 0, -1.0)
+
+
+@plant("attention_read", "reference", "keys are read one row late")
+def keys_one_row_late(call: Call) -> Outputs:
+    return call.replay(keys=one_row_late(call.case.inputs["keys"]))
 
 
 @plant("attention_write", "rows", "a block is pooled from the rows of one call alone")
@@ -158,6 +221,23 @@ def stale_pooled_block(call: Call) -> Outputs:
     return outputs
 
 
+@plant("attention_write", "rows", "the block that a segment of several rows leaves unfinished is pooled")
+def unfinished_block_pooled(call: Call) -> Outputs:
+    outputs, block = call.run(), call.case.inputs["shape"].block
+    raw, pooled = (call.state_arrays()[name] for name in ("raw", "pooled"))
+    for span in call.plan:
+        end = call.case.inputs["shape"].before + span.first + span.count
+        if span.count > 1 and end % block:
+            page, row = call.state.places(span.stream, np.array(end - 1))
+            pooled[page, row // block] = raw[page, row]
+    return outputs
+
+
+@plant("attention_write", "rows", "a segment is written to the pages of the segment above it")
+def written_to_other_pages(call: Call) -> Outputs:
+    return through_other_pages(call)
+
+
 @plant("attention_select", "rows", "batches of at least 8 rows break ties to the higher block")
 def ties_by_row_count(call: Call) -> Outputs:
     outputs = call.run()
@@ -176,6 +256,11 @@ def selection_of_the_row_before(call: Call) -> Outputs:
     if call.rows == 1:
         return call.run()
     return call.replay(choices=np.roll(call.case.inputs["choices"], 1, axis=1))
+
+
+@plant("attention_read", "rows", "a segment reads the pages of the segment above it")
+def read_from_other_pages(call: Call) -> Outputs:
+    return through_other_pages(call)
 
 
 @plant("attention_read", "rows", "at least 8 rows sum products in another order")
@@ -208,6 +293,21 @@ def other_tie(call: Call) -> Outputs:
     return ties_to_the_higher(call, call.run())
 
 
+@plant("attention_select", "replaces", "ties come as a sort that is not stable leaves them")
+def unstable_tie(call: Call) -> Outputs:
+    return reselected(call, call.run(), lambda blocks: blocks ^ 1)
+
+
+@plant("attention_read", "replaces", "blocks are read from the last to the first, and so are their parts merged")
+def other_merging_order(call: Call) -> Outputs:
+    return blocks_read_backwards(call)
+
+
+@plant("attention_read", "replaces", "the later half of the keys is a part of its own")
+def other_parts(call: Call) -> Outputs:
+    return values_summed_apart(call, "values")
+
+
 @plant("attention_read", "replaces", "products are summed with the dimensions in another order")
 def other_order(call: Call) -> Outputs:
     return permuted_dims(call)
@@ -222,6 +322,18 @@ def half_output(call: Call) -> Outputs:
 def other_pages_written(call: Call) -> Outputs:
     outputs = call.run()
     call.state_arrays()["values"][:, 0] = call.plan[0].stream
+    return outputs
+
+
+@plant("attention_write", "hygiene", "a pooled key is written twice, to the pool's first place too")
+def pooled_twice(call: Call) -> Outputs:
+    outputs, block = call.run(), call.case.inputs["shape"].block
+    pooled = call.state_arrays()["pooled"]
+    for span in call.plan:
+        finished = (call.case.inputs["shape"].before + span.first + span.count) // block
+        if finished:
+            page, row = call.state.places(span.stream, np.array((finished - 1) * block))
+            pooled[0, 0] = pooled[page, row // block]
     return outputs
 
 
@@ -259,3 +371,55 @@ def accumulating_part(call: Call) -> Outputs:
     with np.errstate(all="ignore"):
         buffer += y
     return {"y": buffer}
+
+
+@plant("sparse_attention", "reference", "keys are kept one row late")
+def keys_kept_one_row_late(call: Call) -> Outputs:
+    return call.replay(k=one_row_late(call.case.inputs["k"]))
+
+
+@plant("sparse_attention", "reference", "blocks are pooled one row late")
+def blocks_pooled_one_row_late(call: Call) -> Outputs:
+    return call.replay(index_k=one_row_late(call.case.inputs["index_k"]))
+
+
+@plant("sparse_attention", "rows", "a segment goes through the pages of the segment above it")
+def pages_of_a_neighbour(call: Call) -> Outputs:
+    return through_other_pages(call)
+
+
+@plant("sparse_attention", "rows", "the rows of a segment select by the query of its last row")
+def selection_of_the_last_row(call: Call) -> Outputs:
+    call.run()
+    index_q = [rows.copy() for rows in call.case.inputs["index_q"]]
+    for span in call.plan:
+        index_q[span.stream][span.first :] = index_q[span.stream][span.first + span.count - 1]
+    return call.instead(index_q=index_q)
+
+
+@plant("sparse_attention", "replaces", "the key's norm weight is rounded to half")
+def half_key_weight(call: Call) -> Outputs:
+    norms = list(call.case.inputs["norms"])
+    norms[1] = as_halves(norms[1])
+    return call.replay(norms=norms)
+
+
+@plant("sparse_attention", "replaces", "the later half of the keys is a part of its own")
+def other_parts_of_a_layer(call: Call) -> Outputs:
+    return values_summed_apart(call, "v")
+
+
+@plant("sparse_attention", "hygiene", "a page that belongs to no stream is written")
+def page_of_nobody(call: Call) -> Outputs:
+    outputs = call.run()
+    with call.changed_state() as pools:
+        free = np.setdiff1d(np.arange(len(pools["values"])), call.state.pages)
+        pools["values"][free] = call.plan[0].stream
+    return outputs
+
+
+@plant("sparse_attention", "hygiene", "queries are rotated in place")
+def queries_of_a_layer_in_place(call: Call) -> Outputs:
+    outputs, lent = run_and_lend(call)
+    lent[-1][...] = 1
+    return outputs
