@@ -11,7 +11,7 @@ from isobit.ops.cases import stream_of_row
 from isobit.ops.contract import Case, Outputs, Span, register
 from isobit.ops.device_cases import on_device, to_host
 from isobit.ops.linear import contract, cuda, cuda_reference
-from isobit.ops.linear.contract import adversarial_rows, random_plain
+from isobit.ops.linear.contract import awkward_rows, random_plain
 
 IMPLEMENTATIONS = {"few_rows": cuda.FEW_ROWS, "many_rows": cuda.MANY_ROWS, "own_product": cuda.OWN_PRODUCT}
 
@@ -24,7 +24,7 @@ class CudaLinearOp(contract.LinearOp):
 
     def cases(self, rng: np.random.Generator, full: bool) -> Iterator[Case]:
         yield from super().cases(rng, full)
-        yield self._case("float16 64x520", adversarial_rows(rng, 11, 64), random_plain(rng, 64, 520, "float16"))
+        yield self._case("float16 64x520", awkward_rows(rng, 11, 64), random_plain(rng, 64, 520, "float16"))
 
     def begin(self, case: Case) -> Any:
         return cuda.prepare_linear(case.inputs["weights"])
@@ -52,7 +52,6 @@ class CudaLinearOp(contract.LinearOp):
         return [
             "outputs beyond 2560 of one layer: columns are computed in blocks of 128 that do not meet",
             f"rows beyond 530: rows are computed in passes; {where}",
-            "infinite and NaN inputs: a request with such values ends with an error",
         ]
 
 

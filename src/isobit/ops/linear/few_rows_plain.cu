@@ -57,9 +57,15 @@ DEVICE void store_quad(const Chunk& chunk, int row, int quad, const float4& v) {
 
 // Fill a chunk with `count` tiles' weights and the rows' inputs to them, by one warp.
 DEVICE void feed(const Chunk& chunk, const uint4* weights, const float* x, int count, int rows, int inputs, int lane) {
+    uint4* place = chunk.weights + lane;
+    weights += lane;
+    if (count == CHUNK_TILES) {
 #pragma unroll
-    for (int tile = 0; tile < CHUNK_TILES; tile++)
-        if (tile < count) copy_async_16(chunk.weights + tile * WARP + lane, weights + tile * WARP + lane);
+        for (int tile = 0; tile < CHUNK_TILES; tile++) copy_async_16(place + tile * WARP, weights + tile * WARP);
+    } else {
+#pragma unroll 1
+        for (int tile = 0; tile < count; tile++) copy_async_16(place + tile * WARP, weights + tile * WARP);
+    }
     copy_async_commit();
     const int units = rows * CHUNK_QUADS;
 #pragma unroll 1

@@ -93,6 +93,7 @@ DEVICE void finish_columns(const Sums& sums, const Finish& finish, int* counters
     int last = 0;
     if (lane == 0) last = completes(counters + block, WARP_COLUMNS, block_columns);
     if (!shuffle(last, 0)) return;
+    __syncwarp();
 #pragma unroll 1
     for (int row = 0; row < sums.rows; row++) {
         float v[4];

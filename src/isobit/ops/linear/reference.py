@@ -76,6 +76,7 @@ def _trellis_error(x: np.ndarray, x_error: np.ndarray, weights: Exl3Linear, chai
     padded[0, :, : x.shape[1]], padded[1, :, : x.shape[1]] = np.abs(x), x_error
     sizes, errors = _block_sums(padded * scaled)
     doubt = errors + ROTATION_ROUNDINGS * ROUNDING * (sizes + errors) + TINY
+    doubt[np.isinf(exact)] = 0  # they saturate
     halves = rounded(exact)
     off = np.maximum(np.abs(rounded(exact + doubt) - halves), np.abs(rounded(exact - doubt) - halves))
     sums = halves @ dequantize_inner(weights).astype(np.float64)
@@ -108,6 +109,7 @@ def _trellis_variance(x: np.ndarray, x_error: np.ndarray, weights: Exl3Linear) -
     doubt = errors + (ROTATION_ROUNDINGS * ROUNDING) ** 2 * sizes
     between_halves = 2.0**-10 * np.abs(exact) + 2.0**-24
     off = doubt + between_halves * np.sqrt(doubt)
+    off[np.isinf(exact)] = 0
     halves = rounded(exact)
     variance = off @ inner**2 + _chain_variance(halves, inner**2)
     rotation = (ROTATION_ROUNDINGS * ROUNDING) ** 2 * _block_sums((halves @ inner) ** 2)
