@@ -14,7 +14,7 @@ from isobit.ops.experts.cpu import experts, prepare_experts, route
 from isobit.ops.experts.product import BY_COUNT, FEW_BY_FEW, IN_PANELS, ROW_BY_ROW
 from isobit.ops.experts.reference import HostExperts
 from isobit.ops.linear.blocks import FEW_ROWS, GROUP_ROWS
-from isobit.ops.linear.contract import adversarial_rows, random_plain, random_trellis
+from isobit.ops.linear.contract import awkward_rows, random_plain, random_trellis
 from isobit.ops.linear.reference import ROUNDING, TINY
 
 HOW = {"row by row": ROW_BY_ROW, "few by few": FEW_BY_FEW, "in panels": IN_PANELS, "by count": BY_COUNT}
@@ -35,6 +35,8 @@ class RouteOp:
             logits[4] -= 30000
             logits[5, 1:] = -200
             logits[6] = np.where(np.arange(count) % 2, np.float32(0.0), np.float32(-0.0))
+            logits[7, count // 2] = np.nan
+            logits[8, count // 3], logits[9, 1:], logits[10] = np.inf, -np.inf, -np.inf
             for renormalise in (False, True):
                 inputs = {"logits": logits, "chosen": chosen, "renormalise": renormalise}
                 yield Case(f"{chosen} of {count}, renormalise {renormalise}", (1,) * len(logits), inputs)
@@ -133,7 +135,8 @@ class ExpertsOp:
         ids = np.stack([np.sort(rng.permutation(len(host.gate))[:chosen]) for _ in range(rows)]).astype(np.int32)
         weights = rng.uniform(0, 1, (rows, chosen)).astype(np.float32)
         weights[::5] = np.float32(1e-42)
-        x = np.clip(adversarial_rows(rng, rows, host.gate[0].in_features), -1e9, 1e9)
+        x = awkward_rows(rng, rows, host.gate[0].in_features)
+        x = np.where(np.isinf(x), x, np.clip(x, -1e9, 1e9))
         return Case(label, (1,) * rows, {"x": x, "ids": ids, "weights": weights, "host": host})
 
 

@@ -24,7 +24,7 @@ ROUTE = "ops/experts/route.cu"
 FEW, FEW_PRODUCTS = "ops/experts/few_rows.cu", "ops/experts/few_products.cu"
 MANY, MANY_PRODUCTS = "ops/experts/many_rows.cu", "ops/experts/many_products.cu"
 GATE_ROWS = 32  # rows of a thread block that computes the shared expert's gate
-TILE_ROWS, MOST_PARTS, FEW_WARPS, FEW_STAGES = 8, 8, 4, 3  # of few_products.cu
+TILE_ROWS, MOST_PARTS, FEW_WARPS = 8, 8, 4  # of few_products.cu
 MOST_COLUMNS = {"multiply_gate_up": 8, "multiply_down": 32}  # of 16 outputs in a thread block
 ENOUGH_BLOCKS = 1024  # to keep every processor busy
 TURNS = 4  # warps that share a column where there are too few of them
@@ -266,9 +266,10 @@ def _row_tile() -> int:
 def _few_shared_bytes(macros: dict[str, int]) -> int:
     """What a block of few_products.cu needs: chains handed on and tiles on their way, or the inputs of the gate."""
     turns = macros["TURNS"]
+    stages = 2 if turns == 1 else 3
     handed = FEW_WARPS // turns * 32 * (48 if macros["LONG_LAYERS"] else 16) if turns > 1 else 0
     gate = 4 * (TILE_ROWS * (BLOCK + 4) + BLOCK)
-    return max(handed + FEW_STAGES * FEW_WARPS * (BLOCK // TILE) * _most_tile_bytes(macros), gate)
+    return max(handed + stages * FEW_WARPS * (BLOCK // TILE) * _most_tile_bytes(macros), gate)
 
 
 def _side_shared_bytes(macros: dict[str, int]) -> int:

@@ -13,7 +13,7 @@
 constexpr int WARPS = 4, THREADS = WARPS * WARP;
 constexpr int WARP_COLUMNS = WARPS / TURNS;  // at a time
 constexpr int GATE_ROWS = TILE_ROWS;
-constexpr int STAGES = 3;
+constexpr int STAGES = TURNS == 1 ? 2 : 3;
 constexpr int TILES = BLOCK / TILE;  // of 128 inputs, and of a block of outputs
 constexpr int HALF_STEPS = BLOCK / 32;
 constexpr int MOST_BLOCKS = 4;  // of 128 outputs in a thread block

@@ -44,6 +44,11 @@ def sigmoid(x: np.ndarray) -> np.ndarray:
     return np.where(x >= 0, 1, e) / (1 + e)
 
 
+def silu(x: np.ndarray) -> np.ndarray:
+    """x * sigmoid(x), 0 at -infinity."""
+    return np.where(np.isneginf(x), 0, x * sigmoid(x))
+
+
 def experts(x: np.ndarray, ids: np.ndarray, weights: np.ndarray, host: HostExperts) -> np.ndarray:
     """float64 [R, H]."""
     gate_logits = linear_reference.linear(x, host.shared_expert_gate)
@@ -58,14 +63,16 @@ def experts(x: np.ndarray, ids: np.ndarray, weights: np.ndarray, host: HostExper
 def expert(x: np.ndarray, gate: Linear, up: Linear, down: Linear) -> np.ndarray:
     """One expert's output: float64 [R, H]."""
     gates = linear_reference.linear(x, gate)
-    return linear_reference.linear(gates * sigmoid(gates) * linear_reference.linear(x, up), down)
+    return linear_reference.linear(silu(gates) * linear_reference.linear(x, up), down)
 
 
 def experts_error_limit(x: np.ndarray, ids: np.ndarray, weights: np.ndarray, host: HostExperts) -> np.ndarray:
     """How far the float32 experts may be from `experts`: SAFETY standard deviations of independent roundings."""
     exact = np.zeros(x.shape)
-    share = sigmoid(linear_reference.linear(x, host.shared_expert_gate))
-    share_error = linear_reference.typical_error(x, exact, host.shared_expert_gate) / 4 + 4 * ROUNDING * share
+    logits = linear_reference.linear(x, host.shared_expert_gate)
+    share = sigmoid(logits)
+    logit_error = linear_reference.typical_error(x, exact, host.shared_expert_gate)
+    share_error = np.where(np.isinf(logits), 0, logit_error / 4) + 4 * ROUNDING * share
     shared, shared_error = expert_with_error(x, *host.shared)
     variance = (share_error * shared) ** 2 + (share * shared_error) ** 2 + (2 * ROUNDING * share * shared) ** 2
     for e, layers in enumerate(zip(host.gate, host.up, host.down, strict=True)):
@@ -82,8 +89,7 @@ def expert_with_error(x: np.ndarray, gate: Linear, up: Linear, down: Linear) -> 
     exact = np.zeros(x.shape)
     gates, ups = linear_reference.linear(x, gate), linear_reference.linear(x, up)
     gate_error, up_error = linear_reference.typical_error(x, exact, gate), linear_reference.typical_error(x, exact, up)
-    silu = gates * sigmoid(gates)
-    hidden = silu * ups
-    error = 1.1 * gate_error * (np.abs(ups) + up_error) + np.abs(silu) * up_error
+    hidden = silu(gates) * ups
+    error = 1.1 * gate_error * (np.abs(ups) + up_error) + np.abs(silu(gates)) * up_error
     error += 4 * ROUNDING * np.abs(hidden) + linear_reference.TINY
     return linear_reference.linear(hidden, down), linear_reference.typical_error(hidden, error, down)
