@@ -1,7 +1,7 @@
 // A trellis layer of many outputs for up to 64 rows: every warp carries the chains of whole columns of tiles.
 //
-// Weights are the A operand (16 outputs), rows the B operand (8 at a time). A warp has WARP_COLUMNS neighbouring columns
-// at a time and goes from column to column, its weights staged ahead across them; nothing waits for another warp.
+// Weights are the A operand (16 outputs), rows the B operand (8 at a time). A warp has WARP_COLUMNS neighbouring
+// columns at a time and goes from column to column, its weights staged ahead across them; no warp waits for another.
 #include "device.cuh"
 #include "ops/linear/cuda_finish.cuh"
 #include "ops/linear/trellis.cuh"
@@ -102,8 +102,8 @@ DEVICE void finish_columns(const Sums& sums, const Finish& finish, int* counters
     }
 }
 
-// Any grid, 32 * BLOCK_WARPS threads. Layers of one k-shard, tile_columns a multiple of 8. operand: what rotate_few made of the rows. values: float
-// [rows, 16 * tile_columns], written and read here. counters: zeros, one a block of 128 outputs.
+// Any grid, 32 * BLOCK_WARPS threads. Layers of one k-shard, tile_columns a multiple of 8. operand: what rotate_few made
+// of the rows. values: float [rows, 16 * tile_columns], written and read here. counters: zeros, one a block of outputs.
 extern "C" __global__ void __launch_bounds__(BLOCK_WARPS * WARP, BLOCKS)
 few_rows_wide(const uint4* __restrict__ trellis, const uint4* __restrict__ operand, float* values, int* counters,
               int tile_columns, int input_blocks, int rows, const half_bits* output_scales, const float* bias, float* y,
