@@ -102,8 +102,8 @@ DEVICE void finish_columns(const Sums& sums, const Finish& finish, int* counters
     }
 }
 
-// Any grid, 32 * BLOCK_WARPS threads. Layers of one k-shard, tile_columns a multiple of 8. operand: what rotate_few made
-// of the rows. values: float [rows, 16 * tile_columns], used here. counters: zeros, one a block of outputs.
+// Any grid, 32 * BLOCK_WARPS threads. Layers of one k-shard, tile_columns a multiple of 8. operand: rotate_few
+// made it of the rows. values: float [rows, 16 * tile_columns], used here. counters: zeros, one a block of outputs.
 extern "C" __global__ void __launch_bounds__(BLOCK_WARPS * WARP, BLOCKS)
 few_rows_wide(const uint4* __restrict__ trellis, const uint4* __restrict__ operand, float* values, int* counters,
               int tile_columns, int input_blocks, int rows, const half_bits* output_scales, const float* bias, float* y,
