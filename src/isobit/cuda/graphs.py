@@ -11,9 +11,8 @@ import torch
 from isobit.cuda import memory
 from isobit.cuda.batch import packed_arrays, place_at
 from isobit.ops.batch import Batch
-from isobit.ops.passes import Body, PassInputs
+from isobit.ops.passes import MOST_REPLAYED_ROWS, Body, PassInputs
 
-MOST_ROWS = 64  # of a forward that is captured: more rows keep the GPU busy without
 MOST_GRAPHS = 128
 ALIGNMENT = 16
 
@@ -117,7 +116,7 @@ def host_pieces(inputs: PassInputs) -> dict[str, np.ndarray]:
 
 def is_small(inputs: PassInputs) -> bool:
     """Whether every batch has few rows."""
-    return all(batch.rows <= MOST_ROWS for batch in inputs.batches.values())
+    return all(batch.rows <= MOST_REPLAYED_ROWS for batch in inputs.batches.values())
 
 
 def with_wide_pages(inputs: PassInputs) -> PassInputs:

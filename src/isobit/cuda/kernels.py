@@ -15,6 +15,7 @@ from isobit.cuda import memory
 from isobit.cuda.errors import KernelError
 
 Size = int | tuple[int, ...]
+UNASKED_SHARED_BYTES = 48 << 10
 
 
 class Long:
@@ -142,11 +143,14 @@ class _GpuKernel:
         code = compiler.binary(kernel.source, kernel.defines, architecture)
         self._module = self._checked(driver.cuModuleLoadData(code))
         self._function = self._checked(driver.cuModuleGetFunction(self._module, kernel.name.encode()))
-        self._shared = 0
+        attributes = driver.CUfunction_attribute
+        own = self._checked(driver.cuFuncGetAttribute(attributes.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, self._function))
+        # A block's own arrays and the dynamic one have so much together unless more is asked for.
+        self._shared = UNASKED_SHARED_BYTES - int(own)
         self._stream = torch.cuda.current_stream
 
     def __call__(self, grid: Size, block: Size, *arguments: Any, shared: int = 0) -> None:
-        if shared > max(self._shared, 48 << 10):
+        if shared > self._shared:
             attribute = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             self._checked(self._driver.cuFuncSetAttribute(self._function, attribute, shared))
             self._shared = shared

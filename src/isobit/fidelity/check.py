@@ -10,7 +10,7 @@ from isobit.checkpoint.tokenizer import Tokenizer
 from isobit.engine.memory import GIB, available, gib
 from isobit.errors import IsobitError
 from isobit.fidelity.boundaries import part_names
-from isobit.fidelity.compare import Report, Say, compare
+from isobit.fidelity.compare import CPU_LIMITS, CUDA_LIMITS, Report, Say, compare
 from isobit.fidelity.isobit_run import run_isobit
 from isobit.fidelity.parameters import parameters, table_gathers, text_config
 from isobit.fidelity.reference import Reference
@@ -46,7 +46,7 @@ def check(
     mine = run_isobit(checkpoint, ids, device)
     say("dequantizing for the reference")
     reference.load(parameters(checkpoint))
-    return compare(mine, reference, checkpoint, ids, say)
+    return compare(mine, reference, checkpoint, ids, say, CPU_LIMITS if device == "cpu" else CUDA_LIMITS)
 
 
 def random_tokens(config: FlashNextConfig, count: int, seed: int) -> np.ndarray:

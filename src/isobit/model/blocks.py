@@ -135,7 +135,7 @@ class NgramInjection:
         """Adds to streams [R, S, H] in place."""
         ops, pools = run.ops, run.state.recurrent
         conv = f"{self.name}.ngram_conv"
-        rows = ops.ngram_decode(run.inputs.arrays[self.input_name], self.table)
+        rows = ops.ngram_decode(run.inputs.array(self.input_name), self.table)
         key, value = ops.linear(rows, self.key), ops.linear(rows, self.value)
         ops.ple_inject(streams, key, value, self.ple, pools[conv], run.batch, run.journal(conv))
 

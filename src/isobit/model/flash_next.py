@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from isobit.model.plan import Plan
 from isobit.model.state import StatePool, cache_pools
 from isobit.model.trace import Trace
 from isobit.ops.batch import Array
-from isobit.ops.passes import PassInputs
+from isobit.ops.passes import MOST_REPLAYED_ROWS, PassInputs
 
 TRUNK = "trunk"  # the batch of a forward's rows
 DECODED_PANELS = 1 << 20  # float32 values of decoded weights that the threads hold at a time
@@ -47,10 +48,13 @@ class FlashNext:
     def _inputs(self, state: StatePool, plan: Plan) -> PassInputs:
         """What the plan's forward takes from the host."""
         batch, tokens = state.batch(plan), plan.tokens
-        batches, arrays = {TRUNK: batch}, {"tokens": tokens, "logit_rows": plan.logit_rows}
+        batches = {TRUNK: batch}
+        arrays: dict[str, Any] = {"tokens": tokens, "logit_rows": plan.logit_rows}
         for layer in self.layers:
             if layer.ngram is not None:
-                arrays[layer.ngram.input_name] = layer.ngram.fetch(self.ops, state, batch, tokens)
+                fetch = partial(layer.ngram.fetch, self.ops, state, batch, tokens)
+                # A device computes the layers before this one meanwhile.
+                arrays[layer.ngram.input_name] = fetch if batch.rows > MOST_REPLAYED_ROWS else fetch()
         if self.mtp is not None:
             completed, rows = completed_rows(batch)
             if completed is not None:

@@ -11,13 +11,21 @@ from isobit.ops.batch import Array, Batch
 class PassInputs:
     """What a forward reads that changes from one to the next: batches, and arrays of the host or the device.
 
-    recurring: whether forwards of these shapes are likely to come again.
+    recurring: whether forwards of these shapes are likely to come again. Of a forward that no device replays (more than
+    MOST_REPLAYED_ROWS rows) an array may be given as a function that makes it when it is needed.
     """
 
     batches: dict[str, Batch]
     arrays: dict[str, Array] = field(default_factory=dict)
     recurring: bool = True
 
+    def array(self, name: str) -> Array:
+        """The array of that name, made now if it was not yet."""
+        given = self.arrays[name]
+        return given() if callable(given) else given
+
+
+MOST_REPLAYED_ROWS = 64
 
 Body = Callable[[PassInputs], Any]
 

@@ -19,7 +19,7 @@ const char* problem;
 namespace {
 
 constexpr size_t STACK_BYTES = 256 << 10;
-constexpr size_t SHARED_BYTES = 256 << 10;
+constexpr size_t SHARED_BYTES = 227 << 10;  // what a block of the largest chips can have
 constexpr unsigned MOST_THREADS = 1024;
 
 Fiber storage[MOST_THREADS];
