@@ -13,7 +13,7 @@ TRIAL_LOSS = 2.0  # tokens that a trial may cost before that
 JUDGED_ROUNDS = 32  # the latest drafted rounds that a guard judges by
 FIRST_REST = 64  # rounds without drafts after the first stop; each further one is twice as long
 LONGEST_REST = 2048
-LONGEST_FIRST_REST = 128  # of a new lane, whose text may be of another kind than the last one's
+LONGEST_FIRST_REST = 48  # of a new lane, whose text may be of another kind than the last one's
 
 
 class RoundCosts:
