@@ -69,6 +69,14 @@ def test_rows_past_a_tile_and_columns_past_a_group_are_read_the_same_in_every_wa
         assert first_difference(read(case, chosen, cuda.FEW_ROWS), expected) is None
 
 
+@pytest.mark.parametrize(("streams", "hidden"), [(3, 176), (4, 1280)])
+def test_inputs_that_end_within_a_stage_and_inputs_in_shards_are_read_the_same_in_every_way(streams, hidden):
+    case = GatedRead._half_case(np.random.default_rng(hidden), streams, hidden, 24, True)
+    chosen = np.arange(9) % len(case.rows)
+    expected = read(case, chosen, cuda.LAYER_BY_LAYER)
+    assert first_difference(read(case, chosen, cuda.MANY_ROWS), expected) is None
+
+
 def test_which_sites_are_read_whole():
     op = GatedRead()
     assert op.begin(WHOLE).inject_at is not None
