@@ -60,7 +60,7 @@ def read(case, rows: np.ndarray, how: int) -> dict[str, np.ndarray]:
     return {name: memory.to_host(part) for name, part in zip("mi", found, strict=True) if part is not None}
 
 
-@pytest.mark.parametrize(("case", "rows"), [(WHOLE, 66), (WHOLE, 17), (CASES[-1], 9)])
+@pytest.mark.parametrize(("case", "rows"), [(WHOLE, 105), (WHOLE, 17), (CASES[-1], 9)])
 def test_rows_past_a_tile_and_columns_past_a_group_are_read_the_same_in_every_way(case, rows):
     chosen = np.arange(rows) % len(case.rows)
     expected = read(case, chosen, cuda.LAYER_BY_LAYER)

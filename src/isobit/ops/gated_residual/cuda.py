@@ -32,7 +32,7 @@ DOWN_ROWS, DOWN_TILES, DOWN_THREADS = 64, 24, 384  # of a block of down.cu
 DOWN_STAGES, STAGE_INPUTS = 3, 64  # whose halves of rows, weights and norm weights down.cu shares, beside inverse norms
 DOWN_SHARED = DOWN_STAGES * STAGE_INPUTS * (2 * 2 * DOWN_ROWS + 2 * TILE * DOWN_TILES + FLOAT_BYTES)
 WARPGROUP_ARCHITECTURES = ((9, 0),)  # whose tensor cores take rows from shared memory, to more speed and the same bits
-MIX_COLUMNS, MIX_ROW_TILES = 4, 8  # tiles of a unit of mix.cu
+MIX_COLUMNS, MIX_ROW_TILES, MIX_THREADS = 4, 12, 384  # tiles of a unit of mix.cu; of a block
 MOST_STEPS = 24  # of 16 inputs of `up`, whose weights a lane holds
 MOST_STREAMS = 8
 EMULATED_SHARED = 256 << 10
@@ -80,7 +80,7 @@ class GatedResidual:
     def mix_shared(self) -> int:
         """Bytes that a block of mix_many shares."""
         steps = self.defines["STEPS"]
-        return steps * WARP * (MIX_COLUMNS * self.streams * 16 + MIX_ROW_TILES * 8)
+        return steps * WARP * MIX_COLUMNS * self.streams * 16
 
 
 def prepare_gated_residual(
@@ -273,7 +273,7 @@ def mix_rows(
     units = -(-hidden // (TILE * MIX_COLUMNS)) * -(-rows // (ROW_TILE * MIX_ROW_TILES))
     kernel = kernels.load(MIX, "mix_many", **site.defines)
     arrays = _fragments(site.up), low, streams, inverse, site.norm_weight, mixed
-    kernel(min(units, memory.multiprocessors()), THREADS, *arrays, rows, shared=site.mix_shared)
+    kernel(min(units, memory.multiprocessors()), MIX_THREADS, *arrays, rows, shared=site.mix_shared)
 
 
 def finish_down(sums: torch.Tensor, site: GatedResidual, injection: torch.Tensor | None) -> torch.Tensor:
