@@ -221,7 +221,6 @@ down_many(const uint4* __restrict__ weights, const float* __restrict__ streams, 
         end_products();
         buffer = next;
     }
-    end_products();
     float* own_sums = sums + static_cast<int64>(2 * shard) * rows * width;
 #pragma unroll
     for (int i = 0; i < WARP_TILES; i++) {
