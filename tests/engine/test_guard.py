@@ -10,6 +10,7 @@ from isobit.engine.guard import (
     FIRST_REST,
     FIRST_ROUNDS,
     JUDGED_ROUNDS,
+    LATER_TRIAL_LOSS,
     LONGEST_FIRST_REST,
     LONGEST_REST,
     PLAIN_EVERY,
@@ -43,6 +44,13 @@ def test_drafts_that_lose_stop_soon_and_come_back_ever_later():
         rests.append(rounds_until(guard, True, accepted=0, lost=1.5))
     assert rests == [min(FIRST_REST << i, LONGEST_REST) for i in range(8)]
     assert (counters.stops, counters.probes, counters.resting) == (8, 8, 0)
+
+
+def test_a_trial_after_one_that_failed_may_cost_less():
+    guard = DraftGuard()
+    for allowed in (TRIAL_LOSS, LATER_TRIAL_LOSS, LATER_TRIAL_LOSS):
+        assert rounds_until(guard, False, accepted=0, lost=0.3) == int(allowed / 0.3) + 1
+        rounds_until(guard, True, accepted=0, lost=0.3)
 
 
 def test_drafts_that_lose_little_stop_after_the_trial():

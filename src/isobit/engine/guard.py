@@ -10,6 +10,7 @@ FIRST_PLAIN = 1  # rounds without drafts before the first with some, to compare 
 PLAIN_EVERY = 48  # rounds with drafts after which one goes without, to compare anew
 TRIAL_ROUNDS = 8  # drafted rounds after which drafts must pay
 TRIAL_LOSS = 2.0  # tokens that a trial may cost before that
+LATER_TRIAL_LOSS = 1.0  # if the trial before it has failed
 JUDGED_ROUNDS = 32  # the latest drafted rounds that a guard judges by
 FIRST_REST = 64  # rounds without drafts after the first stop; each further one is twice as long
 LONGEST_REST = 2048
@@ -67,8 +68,8 @@ class DraftGuard:
     """Decides for one lane and one source of drafts whether to draft: a function of what it is told, in order.
 
     Drafts stop when, over the last JUDGED_ROUNDS drafted rounds, they cost more tokens than were accepted: more by
-    TRIAL_LOSS in the first TRIAL_ROUNDS, which are a trial. After a rest there is another trial; each rest is twice as
-    long as the one before, until drafts have paid for JUDGED_ROUNDS in a row.
+    TRIAL_LOSS in the first TRIAL_ROUNDS, which are a trial. After a rest there is another trial, which may cost less;
+    each rest is twice as long as the one before, until drafts have paid for JUDGED_ROUNDS in a row.
 
     after: the rests (see `rests`) of the lane that ended last; a new one goes on with them, so that requests which
     follow each other do not each have a trial to lose.
@@ -103,7 +104,8 @@ class DraftGuard:
     def observe(self, accepted: int, lost: float) -> None:
         """A drafted round: its accepted tokens, and the tokens that drafting cost (see `RoundCosts.lost_tokens`)."""
         self._judged.append(accepted - lost)
-        allowed = TRIAL_LOSS if len(self._judged) < TRIAL_ROUNDS else 0.0
+        trial_loss = TRIAL_LOSS if self._rest == FIRST_REST else LATER_TRIAL_LOSS
+        allowed = trial_loss if len(self._judged) < TRIAL_ROUNDS else 0.0
         if sum(self._judged) < -allowed:
             self._stop()
         elif len(self._judged) == JUDGED_ROUNDS:
