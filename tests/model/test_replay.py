@@ -1,5 +1,7 @@
 """Small forwards that are replayed give the bytes of the same forwards step by step."""
 
+import threading
+
 import numpy as np
 import pytest
 
@@ -105,3 +107,31 @@ def test_a_state_is_never_replayed_with_the_tape_of_another(models):
                 model.forward(state, Plan((Segment(stream, (token,)),)))
         digests.append(state.digest(stream))
     assert digests[0] == digests[1]
+
+
+def test_threads_that_share_a_model_do_not_disturb_each_other(models):
+    count, rows = 3, 60
+
+    def go_on(model, state, stream, seed, digests):
+        tokens = np.random.default_rng(seed).integers(0, 300, rows).tolist()
+        for token in tokens:
+            model.forward(state, Plan((Segment(stream, (token,)),)))
+        digests[seed] = state.digest(stream)
+
+    found = []
+    for model, together in ((models[0], False), (models[1], True)):
+        states = [model.new_state(1, 4) for _ in range(count)]
+        digests: dict[int, str] = {}
+        threads = [
+            threading.Thread(target=go_on, args=(model, state, state.open(), seed, digests))
+            for seed, state in enumerate(states)
+        ]
+        for thread in threads:
+            thread.start()
+            if not together:
+                thread.join()
+        for thread in threads:
+            thread.join()
+        found.append(digests)
+    assert found[0] == found[1]
+    assert len(set(found[1].values())) == count

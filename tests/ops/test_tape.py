@@ -1,11 +1,14 @@
 """Tapes: what is noted, and memory that goes from one array to the next without being shared by two that live."""
 
+import contextlib
+import os
 import threading
+import time
 
 import numpy as np
 import pytest
 
-from isobit.ops import buffers
+from isobit.ops import buffers, tape
 from isobit.ops.tape import Arena, do, recorded
 
 
@@ -52,6 +55,42 @@ def test_another_thread_is_not_recorded():
         thread.join()
     assert recorder.calls == []
     assert seen == [None, None]
+
+
+def test_of_two_threads_at_a_time_one_records_all_of_its_calls(monkeypatch):
+    together, noted = threading.Barrier(2, timeout=5), []
+
+    class SlowRecorder(tape.Recorder):
+        def __init__(self, arena):
+            super().__init__(arena)
+            with contextlib.suppress(threading.BrokenBarrierError):
+                together.wait(0.5)
+
+    def record():
+        with recorded(Arena()) as recorder:
+            for _ in range(100):
+                do(add, np.ones(1), np.ones(1), np.zeros(1))
+                time.sleep(0)
+            noted.append(None if recorder is None else len(recorder.calls))
+
+    monkeypatch.setattr(tape, "Recorder", SlowRecorder)
+    threads = [threading.Thread(target=record) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(noted, key=str) == [100, None]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_fork_can_record_whatever_its_parent_was_about():
+    with recorded(Arena()):
+        child = os.fork()
+        if child == 0:
+            with recorded(Arena()) as recorder:
+                do(add, np.ones(1), np.ones(1), np.zeros(1))
+            os._exit(0 if recorder is not None and len(recorder.calls) == 1 else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_memory_is_used_again_once_no_view_of_it_is_left():

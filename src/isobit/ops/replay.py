@@ -6,6 +6,7 @@ Of a small forward's time, much goes into the ops' Python code; a tape goes from
 from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ MOST_TAPES = 64
 class TapePasses:
     """Runs forwards of few rows as tapes. Replaying changes no byte: the same kernels run on the same inputs.
 
+    Several threads may run forwards at a time, each of other states: one of them is on tape, the others step by step.
     enabled: whether anything is replayed.
     """
 
@@ -28,6 +30,7 @@ class TapePasses:
         self.enabled = True
         self.arena = tape.Arena()
         self._tapes: OrderedDict[Hashable, Tape] = OrderedDict()
+        self._busy = Lock()
 
     @property
     def nbytes(self) -> int:
@@ -37,9 +40,16 @@ class TapePasses:
     def run(self, key: Hashable, inputs: PassInputs, body: Body, replayable: bool = True) -> Any:
         """As `isobit.ops.passes.EagerPasses.run` says, but for the arrays given: they stay as they are."""
         small = all(batch.rows <= MOST_ROWS for batch in inputs.batches.values())
-        if not (self.enabled and replayable and inputs.recurring and small):
+        if not (self.enabled and replayable and inputs.recurring and small) or not self._busy.acquire(blocking=False):
             return body(inputs)
-        inputs = with_wide_pages(inputs)
+        # All tapes share their memory.
+        try:
+            return self._on_tape(key, with_wide_pages(inputs), body)
+        finally:
+            self._busy.release()
+
+    def _on_tape(self, key: Hashable, inputs: PassInputs, body: Body) -> Any:
+        """The outputs from a tape, which is recorded if there is none yet."""
         full_key = key, threads(), shapes(inputs)
         found = self._tapes.get(full_key)
         if found is None:

@@ -5,10 +5,11 @@ call, and arrays come from an arena, whose memory goes from one array to the nex
 is noted may depend on nothing but its arguments, and an op's Python code on nothing but the shapes of its inputs.
 """
 
+import os
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from threading import get_ident
+from threading import Lock, get_ident
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ CACHE_LINE = 64
 Call = tuple[Callable[..., Any], tuple[Any, ...]]
 
 _recorder: "Recorder | None" = None
+_one_recorder = Lock()
 
 
 def do(function: Callable[..., Any], *arguments: Any) -> None:
@@ -103,7 +105,7 @@ class Recorder:
 def recorded(arena: Arena) -> Iterator[Recorder | None]:
     """Record the calls of this thread, or nothing while another thread's are recorded."""
     global _recorder
-    if _recorder is not None:
+    if not _one_recorder.acquire(blocking=False):
         yield None
         return
     _recorder = recorder = Recorder(arena)
@@ -111,6 +113,17 @@ def recorded(arena: Arena) -> Iterator[Recorder | None]:
         yield recorder
     finally:
         _recorder = None
+        _one_recorder.release()
+
+
+def _forget_recorder() -> None:
+    """A fork has no thread that will end what its parent's recorded."""
+    global _recorder, _one_recorder
+    _recorder, _one_recorder = None, Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_recorder)
 
 
 def _address(array: np.ndarray) -> int:
