@@ -23,6 +23,7 @@ DEVICE void hand_over(int barrier, int threads = 2 * WARP) {
     __syncwarp();
     if (threadIdx.x % WARP == 0) handed_over[barrier]++;
 #else
+    // PTX: a bar.arrive synchronizes with the bar.sync of its barrier, so that earlier reads and writes need no fence.
     asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 #endif
 }

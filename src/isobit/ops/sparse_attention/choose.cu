@@ -78,6 +78,7 @@ DEVICE void find_digit(Choice& choice, int width) {
     const int* bins = choice.bins + group * GROUP_BINS + 2 * lane;
     const int low = bins[0], high = bins[1], from_pair = sum_from_lane(low + high);
     const int pair = reaching_lane(from_pair, left);
+    __syncwarp();  // votes order no memory: every lane has read what one of them now writes
     if (lane == pair) {
         const int within = left - (from_pair - low - high);
         const bool upper = high >= within;
