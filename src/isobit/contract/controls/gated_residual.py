@@ -1,5 +1,7 @@
 """Defects of the gated residual streams."""
 
+from typing import Any
+
 import numpy as np
 
 from isobit.contract.controls.planted import Call, overrun, plant, rebuffered, run_and_lend, unwritten
@@ -43,7 +45,7 @@ def unfused(call: Call) -> Outputs:
         return {**outputs, "written": inputs["streams"][rows] + product}
 
 
-def written_before(call: Call, **changes: np.ndarray) -> Outputs:
+def written_before(call: Call, **changes: Any) -> Outputs:
     """A write and a read of which the write is the sound one, and the read sees other writes."""
     return {**call.replay(**changes), "written": call.run()["written"]}
 

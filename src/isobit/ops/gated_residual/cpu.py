@@ -121,7 +121,6 @@ def gated_write_read(
     return gated_read(streams, site)
 
 
-
 def add_streams(streams: np.ndarray, x: np.ndarray) -> None:
     """x added to every stream, in place: [R, S, H], [R, H]."""
     gated_write(streams, np.ones(streams.shape[:2], np.float32), x)
