@@ -79,6 +79,25 @@ def test_a_member_that_keeps_a_part_is_waited_for_and_then_spared(monkeypatch):
     assert [parallel._team.is_near() for _ in range(3)][-1]
 
 
+def test_an_interrupted_task_ends_when_no_member_holds_a_part_of_it(monkeypatch):
+    def interrupt(seconds):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(team.time, "sleep", interrupt)
+        for _ in range(40):
+            record, plan = np.zeros(COUNT + 1, np.int64), np.array([30_000_000], np.int64)
+            places, nothing = np.array([place_of(count_parts)], np.int64), np.zeros((1, 1), np.float32)
+            try:
+                parallel.run_parts(places, nothing, nothing, record, plan, 1, 2, parallel.LONG_WORK)
+            except KeyboardInterrupt:
+                assert record[:2].tolist() == [1, 1]
+                break
+        else:
+            pytest.skip("no member took a part: the machine has no second core to spare")
+    assert run([count_parts, note_count]) == ([1] * PARTS, [PARTS] * PARTS)
+
+
 def test_members_start_when_they_are_needed_and_only_once():
     run([count_parts], parts=1)
     assert parallel._team._members == 0

@@ -105,15 +105,16 @@ class Recorder:
 def recorded(arena: Arena) -> Iterator[Recorder | None]:
     """Record the calls of this thread, or nothing while another thread's are recorded."""
     global _recorder
-    if not _one_recorder.acquire(blocking=False):
+    lock = _one_recorder
+    if not lock.acquire(blocking=False):
         yield None
         return
-    _recorder = recorder = Recorder(arena)
     try:
+        _recorder = recorder = Recorder(arena)
         yield recorder
     finally:
         _recorder = None
-        _one_recorder.release()
+        lock.release()
 
 
 def _forget_recorder() -> None:

@@ -1,9 +1,11 @@
 """How a kernel's work is divided among threads: by its size alone, and never so that a bit depends on it."""
 
+import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import lru_cache
+from threading import Lock
 
 from isobit.ops import threads
 from isobit.ops.tape import do
@@ -29,11 +31,37 @@ def run_split(kernel: Callable[..., None], work: int, count: int, *arguments) ->
 
 def _run_pieces(kernel: Callable[..., None], pieces: int, count: int, *arguments) -> None:
     bounds = [piece * count // pieces for piece in range(pieces + 1)]
-    pool = _pool(pieces - 1)
-    others = [pool.submit(kernel, *arguments, bounds[i], bounds[i + 1]) for i in range(1, pieces)]
-    kernel(*arguments, bounds[0], bounds[1])
-    for other in others:
-        other.result()
+    shared = _SharedPieces(kernel, arguments, pieces)
+    try:
+        others = [_pool(pieces - 1).submit(shared.run, i, bounds[i], bounds[i + 1]) for i in range(1, pieces)]
+        kernel(*arguments, bounds[0], bounds[1])
+        for other in others:
+            other.result()
+    except BaseException:
+        shared.end()
+        raise
+
+
+class _SharedPieces:
+    """The pieces of one call, for other threads to run. After Ctrl-C, the arrays may soon be another call's."""
+
+    def __init__(self, kernel: Callable[..., None], arguments: tuple, pieces: int):
+        self._kernel, self._arguments = kernel, arguments
+        self._at_work = [Lock() for _ in range(pieces)]
+        self._over = False
+
+    def run(self, piece: int, first: int, last: int) -> None:
+        """Compute a piece, unless the call is over."""
+        with self._at_work[piece]:
+            if not self._over:
+                self._kernel(*self._arguments, first, last)
+
+    def end(self) -> None:
+        """Wait for the pieces that are at work; no other will begin."""
+        self._over = True
+        for lock in self._at_work:
+            with lock:
+                pass
 
 
 def pieces_are_forced() -> bool:
@@ -55,3 +83,8 @@ def forced_pieces(pieces: int) -> Iterator[None]:
 @lru_cache
 def _pool(workers: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(workers, thread_name_prefix="isobit-kernel")
+
+
+if hasattr(os, "register_at_fork"):
+    # A fork has the pool, but not its threads.
+    os.register_at_fork(after_in_child=_pool.cache_clear)

@@ -67,6 +67,9 @@ class Team:
             while done < phases:
                 time.sleep(0)
                 done = compiled(self._board, self._tasks, done, True, *task)
+        except BaseException:
+            finish_phase(self._board)  # after Ctrl-C, a member may still write to the task's arrays
+            raise
         finally:
             self._busy.release()
         return True
@@ -139,3 +142,13 @@ def are_done(board, parts):
             return True
         pause()
     return False
+
+
+@njit(types.void(types.int64[::1]), nogil=True, cache=True, error_model="numpy")
+def finish_phase(board):
+    """Wait until all parts of the task on the board are done, however long that takes."""
+    place = address_of(board)
+    do_parts(place)
+    parts = load_shared(place + 8 * CLAIMS) >> 16 & PART_BITS
+    while not are_done(place, parts):
+        pause()
