@@ -1,13 +1,14 @@
 """A checkpoint's identity: the same for a copy, another one for any change that its docstring says it sees."""
 
 import json
+import os
 import shutil
 
 import numpy as np
 import pytest
 
 from isobit.checkpoint import identity as identity_module
-from isobit.checkpoint.identity import checkpoint_identity
+from isobit.checkpoint.identity import checkpoint_identity, files_stamp
 from isobit.checkpoint.store import TensorStore, write_tensors
 from isobit.errors import CheckpointError
 
@@ -84,3 +85,24 @@ def test_a_config_that_is_no_json_is_an_error(folder):
     (folder / "config.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"config\.json cannot be read as JSON"):
         identity(folder)
+
+
+def test_the_stamp_of_files_changes_with_any_edit_and_with_nothing_else(folder):
+    def stamp() -> str:
+        with TensorStore(folder) as store:
+            return files_stamp(store)
+
+    seen = [stamp(), stamp()]
+    assert len(set(seen)) == 1
+    for name in ("model-a.safetensors", "model-b.safetensors", "config.json"):
+        path = folder / name
+        times = path.stat().st_atime_ns, path.stat().st_mtime_ns
+        path.touch()
+        seen.append(stamp())
+        os.utime(path, ns=times)
+        assert stamp() == seen[0]
+    assert len(set(seen)) == 4
+    with TensorStore(folder) as store:
+        (folder / "model-a.safetensors").unlink()
+        with pytest.raises(CheckpointError, match=r"model-a\.safetensors"):
+            files_stamp(store)

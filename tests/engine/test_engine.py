@@ -1,5 +1,9 @@
 """The engine: one request at a time through the real model, whatever the prefill, the memory or the interruptions."""
 
+import os
+import shutil
+import threading
+
 import numpy as np
 import pytest
 
@@ -89,6 +93,26 @@ def test_cancelling_ends_within_a_segment_and_leaves_others_alone(engine):
     assert engine.rounds.cache.free_pages(engine.rounds.state.pages)
 
 
+def test_closing_ends_what_is_just_being_started(test_checkpoint, monkeypatch):
+    engine = Engine(test_checkpoint, EngineSettings(context=2000, parallel=1))
+    listener, begun, go_on, start = Listener(), threading.Event(), threading.Event(), engine.rounds.start
+
+    def start_when_told(ticket):
+        begun.set()
+        assert go_on.wait(60)
+        start(ticket)
+
+    monkeypatch.setattr(engine.rounds, "start", start_when_told)
+    engine.submit(Request(prompt(engine, 3), None, Sampling(seed=1)), listener)
+    assert begun.wait(60)
+    closing = threading.Thread(target=engine.close)
+    closing.start()
+    assert wait_until(lambda: engine._closing)
+    go_on.set()
+    closing.join(60)
+    assert listener.result().reason == "cancelled"
+
+
 def test_the_queue_is_bounded(engine):
     held = [engine.submit(Request(prompt(engine, 390), None, prefill="serial"), Listener())]
     assert wait_until(lambda: engine.status().running == 1)
@@ -164,3 +188,22 @@ def test_hashes_are_of_little_endian_bytes():
     assert token_hash((1, 2)) == "34fb5c825de7ca4aea6e712f19d439c1da0c92c37b423936c5f618545ca4fa1f"
     one = np.array([1.0], np.float32)
     assert logits_hash(one) == logits_hash(one.astype(">f4"))
+
+
+def test_kept_states_on_disk_are_of_no_use_once_the_checkpoint_was_edited(test_checkpoint, tmp_path, caplog):
+    folder, tokens = tmp_path / "checkpoint", tuple(range(1, 90))
+    shutil.copytree(test_checkpoint, folder)
+    settings = EngineSettings(context=200, parallel=1, spill_dir=str(tmp_path / "spill"))
+
+    def rows_reused() -> int:
+        engine = Engine(folder, settings)
+        try:
+            return reply(engine, Request(tokens, 1))[0].rows_reused
+        finally:
+            engine.close()
+
+    assert [rows_reused(), rows_reused()] == [0, 89]
+    edited = folder / "model.safetensors"
+    os.utime(edited, ns=(edited.stat().st_atime_ns, edited.stat().st_mtime_ns + 1))
+    assert rows_reused() == 0
+    assert "of another checkpoint" in caplog.text

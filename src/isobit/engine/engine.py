@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
+from isobit.checkpoint.identity import files_stamp
 from isobit.checkpoint.reader import Checkpoint
 from isobit.checkpoint.tokenizer import Tokenizer
 from isobit.engine import memory
@@ -142,7 +143,7 @@ class Engine:
         """Cancel what is unfinished, write kept states to the spill folder, if there is one, and stop the worker."""
         with self._work:
             self._closing = True
-            for ticket in [*self._waiting, *(lane.ticket for lane in self.rounds.lanes)]:
+            for ticket in self._waiting:
                 ticket._cancelled.set()
             self._work.notify()
         self._worker.join()
@@ -156,6 +157,8 @@ class Engine:
                 if self._closing and not self._waiting and not rounds.lanes:
                     break
             self._admit()
+            if self._closing:
+                rounds.cancel()
             try:
                 rounds.run()
             except Exception as error:
@@ -192,7 +195,8 @@ class Engine:
         if folder.resolve() == self.folder:
             raise IsobitError(f"--spill-dir is the checkpoint's own folder {folder}: expected a folder of its own")
         queue = min(QUEUE_BYTES, cache_bytes // SPILL_QUEUE_PART)
-        return SpillStore(folder, limit, self.origin.checkpoint, self.origin.device, queue)
+        identity = f"{self.origin.checkpoint}-{files_stamp(self._store)}"
+        return SpillStore(folder, limit, identity, self.origin.device, queue)
 
     def _wake(self) -> None:
         with self._work:

@@ -94,6 +94,11 @@ class Rounds:
             self._commit(turn, logits, samples, row)
             row += len(turn.draws)
 
+    def cancel(self) -> None:
+        """Have every lane end in the next round as cancelled."""
+        for lane in self.lanes:
+            lane.ticket.cancel()
+
     def abandon(self, error: str) -> None:
         """End every lane with an error."""
         for lane in list(self.lanes):
