@@ -36,6 +36,7 @@ def test_each_op_has_defects_of_its_own_for_every_gate(name):
     assert too_few(registered("cpu")[name]) == {}
 
 
+@pytest.mark.usefixtures("emulated_cuda")
 def test_each_cuda_op_has_defects_of_its_own_for_every_gate():
     pytest.importorskip("torch", reason="needs PyTorch: pip install 'isobit[cuda]'")
     assert {name: few for name, op in registered("cuda").items() if (few := too_few(op))} == {}
