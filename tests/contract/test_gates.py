@@ -67,6 +67,11 @@ def test_acceptable_values():
     assert acceptable(actual, expected, np.zeros(())).tolist() == good
 
 
+def test_no_limit_makes_an_infinite_value_finite():
+    actual = np.array([5, -np.inf, np.nan, np.inf], np.float32)
+    assert acceptable(actual, np.full(4, np.inf), np.full(4, np.inf)).tolist() == [False, False, False, True]
+
+
 def test_rows_sees_dependence_on_the_batch_size():
     def compute(x, out):
         (add_last_bit if len(x) == 5 else lambda x, out: np.multiply(2, x, out=out))(x, out)

@@ -27,13 +27,13 @@ def first_difference(left: Outputs, right: Outputs) -> str | None:
 
 def differing(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """bool of a's shape: which elements have other bytes, NaNs apart."""
-    unequal = (as_bytes(a) != as_bytes(b)).any(axis=-1)
+    unequal = bits_of(a) != bits_of(b)
     return unequal & ~(np.isnan(a) & np.isnan(b)) if a.dtype.kind == "f" else unequal
 
 
-def as_bytes(array: np.ndarray) -> np.ndarray:
-    """uint8 [..., itemsize], the bytes of each element."""
-    return np.ascontiguousarray(array).view(np.uint8).reshape(*array.shape, array.dtype.itemsize)
+def bits_of(array: np.ndarray) -> np.ndarray:
+    """The bytes of each element as a whole number: of the array's shape."""
+    return np.ascontiguousarray(array).view(f"u{array.dtype.itemsize}")
 
 
 def place_of_first(mask: np.ndarray) -> list[int]:

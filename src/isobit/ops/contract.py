@@ -6,6 +6,7 @@ A case holds the inputs of some streams, a few rows each. A plan says which rows
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -24,16 +25,33 @@ class Span:
 
 @dataclass
 class Case:
-    """Inputs of one check. `rows[i]` is the number of rows of stream i; `inputs` belongs to the op.
+    """Inputs of one check. `rows[i]` is the number of rows of stream i; `inputs` and `computed` belong to the op.
 
     A stateless op gives every row its own stream (rows all 1), so that any order and any subset may be asked for, a
-    row more than once too. `known`: the gates keep the reference and its limits here.
+    row more than once too. The gates keep here what they know of the case: `known`, the reference and its limits;
+    `oracle_runs`, by schedule; `leaves_state`, whether calls leave anything behind; if not, `prepared`, what `begin`
+    gave.
     """
 
     label: str
     rows: tuple[int, ...]
     inputs: dict[str, Any] = field(repr=False)
+    computed: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
     known: tuple[Outputs, Outputs] | None = field(default=None, init=False, repr=False, compare=False)
+    oracle_runs: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    leaves_state: bool | None = field(default=None, init=False, repr=False, compare=False)
+    prepared: Any = field(default=None, init=False, repr=False, compare=False)
+
+    def once(self, name: str, compute: Callable[[], Any]) -> Any:
+        """What `compute` gives for the case, computed once under that name: for what references and limits share."""
+        if name not in self.computed:
+            self.computed[name] = compute()
+        return self.computed[name]
+
+    @cached_property
+    def offsets(self) -> np.ndarray:
+        """int [streams], where each stream begins among all rows."""
+        return np.cumsum([0, *self.rows[:-1]])
 
 
 class Op(Protocol):
@@ -49,7 +67,7 @@ class Op(Protocol):
         """Random and adversarial cases (large, tiny, subnormal, cancelling, equal, zero); `full` adds real widths."""
 
     def begin(self, case: Case) -> Any:
-        """Fresh state for all streams of the case, prepared weights included."""
+        """Fresh state for all streams of the case, prepared weights included; kept if `final_state` gives nothing."""
 
     def call(self, implementation: str, case: Case, state: Any, plan: Sequence[Span]) -> Outputs:
         """Run one forward over the spans in order; arrays [rows of the plan, ...]. Raises KeyError if it can't."""

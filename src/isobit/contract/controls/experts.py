@@ -5,7 +5,14 @@ from dataclasses import replace
 import numpy as np
 
 from isobit.checkpoint.weights import Linear, PlainLinear
-from isobit.contract.controls.planted import Call, as_halves, plant, run_and_lend, unwritten
+from isobit.contract.controls.planted import (
+    Call,
+    as_halves,
+    plant,
+    run_and_lend,
+    unwritten,
+    with_weightless_neighbours,
+)
 from isobit.ops.contract import Outputs
 
 MANY = 8
@@ -117,6 +124,11 @@ def weight_of_the_first_row(call: Call) -> Outputs:
         first = first_rows.setdefault(int(inputs["ids"][row, 0]), int(row))
         weights[row, 0] = inputs["weights"][first, 0]
     return call.instead(weights=weights)
+
+
+@plant("experts", "rows", "the row before has a part in a row, of weight zero")
+def weightless_neighbour(call: Call) -> Outputs:
+    return {"y": with_weightless_neighbours(call.run()["y"])}
 
 
 @plant("route", "replaces", "probabilities are summed from the last expert to the first")

@@ -6,7 +6,16 @@ from itertools import pairwise
 import numpy as np
 
 from isobit.checkpoint.weights import Exl3Linear, Linear, PlainLinear
-from isobit.contract.controls.planted import Call, as_halves, overrun, plant, rebuffered, run_and_lend, unwritten
+from isobit.contract.controls.planted import (
+    Call,
+    as_halves,
+    overrun,
+    plant,
+    rebuffered,
+    run_and_lend,
+    unwritten,
+    with_weightless_neighbours,
+)
 from isobit.ops.contract import Outputs
 from isobit.ops.linear import reference
 
@@ -126,6 +135,12 @@ def short_group(call: Call) -> Outputs:
     y, other = call.run()["y"], blocks_backwards(call)["y"]
     whole = call.rows // GROUP_ROWS * GROUP_ROWS
     return {"y": np.concatenate([y[:whole], other[whole:]]) if whole else y}
+
+
+@plant("linear", "rows", "the row before has a part in a row, of weight zero")
+def weightless_neighbour(call: Call) -> Outputs:
+    """What is finite leaves no trace of that."""
+    return {"y": with_weightless_neighbours(call.run()["y"])}
 
 
 @plant("linear", "replaces", "k is split in two")

@@ -184,6 +184,13 @@ def as_singles(values: np.ndarray) -> np.ndarray:
         return values.astype(np.float32).astype(values.dtype)
 
 
+def with_weightless_neighbours(rows: np.ndarray) -> np.ndarray:
+    """Rows [R, N] after each one had the row before added to it, times zero: NaN below what is not finite."""
+    above_is_finite = np.isfinite(np.roll(rows, 1, axis=0))
+    above_is_finite[:1] = True
+    return np.where(above_is_finite, rows, np.float32(np.nan))
+
+
 def evens_first(width: int) -> tuple[np.ndarray, np.ndarray]:
     """An order of `width` elements that pairs them otherwise in a lane sum, and the way back."""
     order = np.concatenate([np.arange(0, width, 2), np.arange(1, width, 2)])

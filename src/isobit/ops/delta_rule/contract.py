@@ -153,19 +153,16 @@ class DeltaRule:
 
     def error_limit(self, case: Case, reference: Outputs) -> Outputs:
         """A row's step never stretches a state column, so its errors decay with it and add up; |q| = 1/sqrt(dk)."""
-        errors = [error for stream in range(len(case.rows)) for _, error in self._states_of_stream(case, stream)]
-        states, rounding = self.states(case), self._rounding(case)
-        key_dim = states.shape[2]
-        read = (np.array(errors) + np.linalg.norm(states, axis=2) * rounding) / np.sqrt(key_dim)
+        states, errors = self._states(case)
+        key_dim, rounding = states.shape[2], self._rounding(case)
+        read = (errors + np.linalg.norm(states, axis=2) * rounding) / np.sqrt(key_dim)
         return {"o": read.reshape(len(errors), -1) + SMALLEST}
 
     def states(self, case: Case) -> np.ndarray:
-        streams = range(len(case.rows))
-        return np.array([state for stream in streams for state, _ in self._states_of_stream(case, stream)])
+        return self._states(case)[0]
 
     def states_limit(self, case: Case, states: np.ndarray) -> np.ndarray:
-        errors = [error for stream in range(len(case.rows)) for _, error in self._states_of_stream(case, stream)]
-        return np.array(errors)[:, :, None, :] + SMALLEST
+        return self._states(case)[1][:, :, None, :] + SMALLEST
 
     def limits(self) -> list[str]:
         return ["key and value dims that are no multiple of 8; values above 1e15, whose squares overflow"]
@@ -178,6 +175,14 @@ class DeltaRule:
     def _rounding(self, case: Case) -> float:
         """The relative error of one row's step."""
         return (case.inputs["state"].shape[2] / 4 + 16) * UNIT
+
+    def _states(self, case: Case) -> tuple[np.ndarray, np.ndarray]:
+        """The state after every row [rows, Hv, dk, dv], and a bound of the error of its columns' length."""
+        return case.once("states", lambda: self._all_states(case))
+
+    def _all_states(self, case: Case) -> tuple[np.ndarray, np.ndarray]:
+        pairs = [pair for stream in range(len(case.rows)) for pair in self._states_of_stream(case, stream)]
+        return np.array([state for state, _ in pairs]), np.array([error for _, error in pairs])
 
     def _states_of_stream(self, case: Case, stream: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """After each row the state [Hv, dk, dv] and a bound of the error of its columns' length [Hv, dv]."""

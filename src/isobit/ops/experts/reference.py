@@ -49,47 +49,37 @@ def silu(x: np.ndarray) -> np.ndarray:
     return np.where(np.isneginf(x), 0, x * sigmoid(x))
 
 
-def experts(x: np.ndarray, ids: np.ndarray, weights: np.ndarray, host: HostExperts) -> np.ndarray:
-    """float64 [R, H]."""
-    gate_logits = linear_reference.linear(x, host.shared_expert_gate)
-    total = sigmoid(gate_logits) * expert(x, *host.shared)
-    for e, layers in enumerate(zip(host.gate, host.up, host.down, strict=True)):
-        rows, choices = np.nonzero(ids == e)
-        if len(rows):
-            total[rows] += weights[rows, choices, None].astype(np.float64) * expert(x[rows], *layers)
-    return total
+def experts(x: np.ndarray, ids: np.ndarray, weights: np.ndarray, host: HostExperts) -> tuple[np.ndarray, np.ndarray]:
+    """(output, how far the float32 experts may be from it), float64 [R, H] both.
 
-
-def expert(x: np.ndarray, gate: Linear, up: Linear, down: Linear) -> np.ndarray:
-    """One expert's output: float64 [R, H]."""
-    gates = linear_reference.linear(x, gate)
-    return linear_reference.linear(silu(gates) * linear_reference.linear(x, up), down)
-
-
-def experts_error_limit(x: np.ndarray, ids: np.ndarray, weights: np.ndarray, host: HostExperts) -> np.ndarray:
-    """How far the float32 experts may be from `experts`: SAFETY standard deviations of independent roundings."""
-    exact = np.zeros(x.shape)
+    The limit is SAFETY standard deviations of independent roundings.
+    """
     logits = linear_reference.linear(x, host.shared_expert_gate)
     share = sigmoid(logits)
-    logit_error = linear_reference.typical_error(x, exact, host.shared_expert_gate)
+    logit_error = linear_reference.typical_error(x, np.zeros(x.shape), host.shared_expert_gate, logits)
     share_error = np.where(np.isinf(logits), 0, logit_error / 4) + 4 * ROUNDING * share
     shared, shared_error = expert_with_error(x, *host.shared)
-    variance = (share_error * shared) ** 2 + (share * shared_error) ** 2 + (2 * ROUNDING * share * shared) ** 2
+    total = share * shared
+    variance = (share_error * shared) ** 2 + (share * shared_error) ** 2 + (2 * ROUNDING * total) ** 2
     for e, layers in enumerate(zip(host.gate, host.up, host.down, strict=True)):
         rows, choices = np.nonzero(ids == e)
         if len(rows):
             output, error = expert_with_error(x[rows], *layers)
             weight = weights[rows, choices, None].astype(np.float64)
+            total[rows] += weight * output
             variance[rows] += (weight * error) ** 2 + (2 * ROUNDING * weight * output) ** 2
-    return SAFETY * np.sqrt(variance) + linear_reference.TINY
+    return total, SAFETY * np.sqrt(variance) + linear_reference.TINY
 
 
 def expert_with_error(x: np.ndarray, gate: Linear, up: Linear, down: Linear) -> tuple[np.ndarray, np.ndarray]:
     """One expert's output and the deviation to expect of the float32 one. The slope of silu is below 1.1."""
     exact = np.zeros(x.shape)
     gates, ups = linear_reference.linear(x, gate), linear_reference.linear(x, up)
-    gate_error, up_error = linear_reference.typical_error(x, exact, gate), linear_reference.typical_error(x, exact, up)
-    hidden = silu(gates) * ups
-    error = 1.1 * gate_error * (np.abs(ups) + up_error) + np.abs(silu(gates)) * up_error
+    gate_error = linear_reference.typical_error(x, exact, gate, gates)
+    up_error = linear_reference.typical_error(x, exact, up, ups)
+    opened = silu(gates)
+    hidden = opened * ups
+    error = 1.1 * gate_error * (np.abs(ups) + up_error) + np.abs(opened) * up_error
     error += 4 * ROUNDING * np.abs(hidden) + linear_reference.TINY
-    return linear_reference.linear(hidden, down), linear_reference.typical_error(hidden, error, down)
+    output = linear_reference.linear(hidden, down)
+    return output, linear_reference.typical_error(hidden, error, down, output)

@@ -79,8 +79,10 @@ class GatedRead(contract.GatedRead):
     def _product_error(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
         """How far a layer's product may be off: rounded inputs, then the chains' errors. float64 [R, outputs]."""
         layer = PlainLinear("", weight)
-        rounded = cuda_reference.multiplied_inputs(x.astype(np.float32), layer)
-        return np.abs(x - rounded) @ np.abs(weight).T + cuda_reference.error_limit(x.astype(np.float32), layer)
+        x32 = x.astype(np.float32)
+        rounded = cuda_reference.multiplied_inputs(x32, layer)
+        limit = cuda_reference.error_limit(x32, layer, cuda_reference.linear(x32, layer))
+        return np.abs(x - rounded) @ np.abs(weight).T + limit
 
     @staticmethod
     def _half_case(rng: np.random.Generator, streams: int, hidden: int, rank: int, writes: bool) -> Case:

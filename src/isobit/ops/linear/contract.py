@@ -76,7 +76,7 @@ class LinearOp:
 
     def error_limit(self, case: Case, reference_outputs: Outputs) -> Outputs:
         x = case.inputs["x"]
-        return {"y": reference.error_limit(x, np.zeros(x.shape), case.inputs["weights"])}
+        return {"y": reference.error_limit(x, np.zeros(x.shape), case.inputs["weights"], reference_outputs["y"])}
 
     def limits(self) -> list[str]:
         return [

@@ -1,6 +1,7 @@
 """The row contract of linear on CUDA."""
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -32,8 +33,8 @@ class CudaLinearOp(contract.LinearOp):
     def call(self, implementation: str, case: Case, state: Any, plan: Sequence[Span]) -> Outputs:
         rows = stream_of_row(plan)
         if implementation == contract.IN_COMPANY:
-            companion = cuda.prepare_linear(PlainLinear("companion", np.ones((48, state.in_features), np.float32)))
-            _, y = cuda.linears(on_device(case.inputs["x"][rows]), [companion, state])
+            beside = companion(state.in_features, memory.is_emulated())
+            _, y = cuda.linears(on_device(case.inputs["x"][rows]), [beside, state])
             return to_host({"y": y})
         how = IMPLEMENTATIONS[implementation]
         most = cuda.MOST_FEW_ROWS if how == cuda.FEW_ROWS else len(rows)
@@ -45,7 +46,7 @@ class CudaLinearOp(contract.LinearOp):
         return {"y": cuda_reference.linear(case.inputs["x"], case.inputs["weights"])}
 
     def error_limit(self, case: Case, reference_outputs: Outputs) -> Outputs:
-        return {"y": cuda_reference.error_limit(case.inputs["x"], case.inputs["weights"])}
+        return {"y": cuda_reference.error_limit(case.inputs["x"], case.inputs["weights"], reference_outputs["y"])}
 
     def limits(self) -> list[str]:
         where = "the emulator: cuBLAS is not run" if memory.is_emulated() else "cuBLAS is compared shape by shape"
@@ -53,6 +54,12 @@ class CudaLinearOp(contract.LinearOp):
             "outputs beyond 2560 of one layer: columns are computed in blocks of 128 that do not meet",
             f"rows beyond 530: rows are computed in passes; {where}",
         ]
+
+
+@lru_cache(maxsize=4)
+def companion(inputs: int, emulated: bool) -> Any:
+    """A layer to compute beside another of as many inputs, on the emulator or on the GPU."""
+    return cuda.prepare_linear(PlainLinear("companion", np.ones((48, inputs), np.float32)))
 
 
 register(CudaLinearOp(), device="cuda")

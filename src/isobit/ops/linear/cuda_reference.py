@@ -19,11 +19,11 @@ def linear(x: np.ndarray, weights: Linear) -> np.ndarray:
     return reference.linear(multiplied_inputs(x, weights), weights)
 
 
-def error_limit(x: np.ndarray, weights: Linear) -> np.ndarray:
-    """How far the layer may be from `linear(x, weights)`, every rounding at its worst: float64 [R, out_features]."""
+def error_limit(x: np.ndarray, weights: Linear, y: np.ndarray) -> np.ndarray:
+    """How far the layer may be from y = `linear(x, weights)`, every rounding at its worst: float64 [R, outputs]."""
     chain_error = step_chain_error if on_tensor_cores(weights) else reference.fused_chain_error
     inputs = multiplied_inputs(x, weights)
-    return reference.error_limit(inputs, np.zeros(inputs.shape), weights, chain_error)
+    return reference.error_limit(inputs, np.zeros(inputs.shape), weights, y, chain_error)
 
 
 def on_tensor_cores(weights: Linear) -> bool:

@@ -300,7 +300,7 @@ class AttentionSelect:
         rows = sum(case.rows)
         blocks, scores = np.full((rows, shape.kept), -1), np.full((rows, most), -1.0)
         counts = np.zeros(rows, np.int64)
-        for row, (_, values, _) in enumerate(self._rows(case)):
+        for row, (values, _) in enumerate(self._rows(case)):
             chosen = reference.best_blocks(values, shape.kept)
             blocks[row, : len(chosen)], counts[row], scores[row, : len(values)] = chosen, len(chosen), values
         return {"blocks": blocks, "counts": counts, "traced_blocks": blocks, "scores": scores}
@@ -308,7 +308,7 @@ class AttentionSelect:
     def error_limit(self, case: Case, reference: Outputs) -> Outputs:
         """A choice that the scores' errors could change has no limit."""
         scores, blocks = np.zeros(reference["scores"].shape), np.zeros(reference["blocks"].shape)
-        for row, (_, values, errors) in enumerate(self._rows(case)):
+        for row, (values, errors) in enumerate(self._rows(case)):
             scores[row, : len(values)] = errors
             if not is_certain(values, errors, case.inputs["shape"].kept):
                 blocks[row] = np.inf
@@ -320,15 +320,18 @@ class AttentionSelect:
     def _most_blocks(self, case: Case) -> int:
         return (case.inputs["shape"].before + max(case.rows)) // case.inputs["shape"].block
 
-    def _rows(self, case: Case) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-        """(position, scores, their error limits) of every row."""
+    def _rows(self, case: Case) -> list[tuple[np.ndarray, np.ndarray]]:
+        """(scores, their error limits) of every row."""
+        return case.once("rows", lambda: list(self._scored_rows(case)))
+
+    def _scored_rows(self, case: Case) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         shape, weight = case.inputs["shape"], case.inputs["norms"][2]
         for stream, index_q in enumerate(case.inputs["index_q"]):
             positions = positions_of(case, stream)
             for position, queries in zip(positions, rotated(case, index_q, weight, positions), strict=True):
                 pooled = case.inputs["pooled"][stream][: (position + 1) // shape.block].astype(np.float64)
                 errors = score_limits(queries, pooled, np.zeros(len(pooled)))
-                yield position, reference.block_scores(queries, pooled), errors
+                yield reference.block_scores(queries, pooled), errors
 
 
 def score_limits(queries: np.ndarray, pooled: np.ndarray, key_errors: np.ndarray) -> np.ndarray:
@@ -427,7 +430,11 @@ class AttentionRead:
         finished = (shape.before + row + 1) // shape.block
         return np.sort(np.argsort(case.inputs["choices"][stream][row, :finished])[: shape.kept])
 
-    def _rows(self, case: Case) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    def _rows(self, case: Case) -> list[tuple[np.ndarray, np.ndarray]]:
+        """(output, its error limit) of every row."""
+        return case.once("rows", lambda: list(self._read_rows(case)))
+
+    def _read_rows(self, case: Case) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         shape = case.inputs["shape"]
         for stream, q_gate in enumerate(case.inputs["q_gate"]):
             for row, position in enumerate(positions_of(case, stream)):
@@ -484,9 +491,10 @@ class SparseAttention:
     def limits(self) -> list[str]:
         return ["rows whose selection float32 scores may change are held to the rows gate alone"]
 
-    def _rows(self, case: Case) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        for stream in range(len(case.rows)):
-            yield from self._rows_of_stream(case, stream)
+    def _rows(self, case: Case) -> list[tuple[np.ndarray, np.ndarray]]:
+        """(output, its error limit) of every row."""
+        streams = range(len(case.rows))
+        return case.once("rows", lambda: [row for stream in streams for row in self._rows_of_stream(case, stream)])
 
     def _rows_of_stream(self, case: Case, stream: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         inputs, shape, positions = case.inputs, case.inputs["shape"], positions_of(case, stream)

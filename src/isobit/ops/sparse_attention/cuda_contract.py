@@ -83,7 +83,8 @@ class AttentionWrite(OnDevice, contract.AttentionWrite):
             return contract.AttentionWrite.call(self, implementation, case, state, plan)
         k, v, index_k = (on_device(rows_of_plan(plan, case.inputs[name])) for name in ("k", "v", "index_k"))
         cuda.attention_write(k, v, index_k, state.device, state.device_cache, contract.batch_of(case, state, plan))
-        written = [self._written(case, state.fetched(), span) for span in plan]
+        fetched = state.fetched()
+        written = [self._written(case, fetched, span) for span in plan]
         return {name: np.concatenate([rows[name] for rows in written]) for name in ("key", "value", "raw", "pooled")}
 
 
@@ -100,6 +101,12 @@ def read(implementation: str, *arguments: Any) -> torch.Tensor:
     return function(*arguments)
 
 
+def on_host(tensors: Sequence[torch.Tensor]) -> list[np.ndarray]:
+    """Tensors [n] as arrays, fetched together."""
+    ends = np.cumsum([len(tensor) for tensor in tensors])
+    return np.split(memory.to_host(torch.cat(list(tensors))), ends[:-1])
+
+
 class AttentionSelect(OnDevice, contract.AttentionSelect):
     """Scoring by blocks alone and by tiles of rows; the CPU's bytes."""
 
@@ -114,8 +121,8 @@ class AttentionSelect(OnDevice, contract.AttentionSelect):
         plain = select(implementation, *arguments)
         traced = select(implementation, *arguments, keep_scores=True)
         scores = np.full((batch.rows, self._most_blocks(case)), -1, np.float32)
-        for row, values in zip(scores, traced.scores or [], strict=True):
-            row[: len(values)] = memory.to_host(values)
+        for row, values in zip(scores, on_host(traced.scores or []), strict=True):
+            row[: len(values)] = values
         return to_host(
             {"blocks": plain.blocks, "counts": plain.counts, "traced_blocks": traced.blocks, "scores": scores}
         )
