@@ -28,7 +28,7 @@ from isobit.errors import IsobitError, QueueFullError, RequestError, counted
 from isobit.model.flash_next import FlashNext
 from isobit.model.load import load_model
 from isobit.model.state import StatePool
-from isobit.ops import load_ops, set_threads
+from isobit.ops import environment, load_ops, set_threads
 
 __all__ = ["Engine", "EngineSettings", "EngineStatus"]
 
@@ -149,6 +149,7 @@ class Engine:
         self._worker.join()
 
     def _serve(self) -> None:
+        environment.set_default()
         rounds = self.rounds
         while True:
             with self._work:

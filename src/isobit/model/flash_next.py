@@ -13,6 +13,7 @@ from isobit.model.mtp import MTP, MTP_ROWS, MtpHead, completed_rows
 from isobit.model.plan import Plan
 from isobit.model.state import StatePool, cache_pools
 from isobit.model.trace import Trace
+from isobit.ops import environment
 from isobit.ops.batch import Array
 from isobit.ops.passes import MOST_REPLAYED_ROWS, PassInputs
 
@@ -40,7 +41,8 @@ class FlashNext:
         """
         inputs = self._inputs(state, plan)
         key = ("forward", state, state.journals_id if inputs.batches[TRUNK].journal_rows else None)
-        logits = self.ops.passes.run(key, inputs, lambda given: self._rows(state, given, trace), trace is None)
+        with environment.default():
+            logits = self.ops.passes.run(key, inputs, lambda given: self._rows(state, given, trace), trace is None)
         for segment in plan.segments:
             segment.stream.rows += len(segment.tokens)
         return logits

@@ -9,6 +9,7 @@ from isobit.checkpoint.reader import Checkpoint
 from isobit.model.blocks import Experts, GatedDeltaNet, Handle, Layer, NgramInjection, SparseAttention
 from isobit.model.flash_next import FlashNext
 from isobit.model.mtp import MtpHead
+from isobit.ops import environment
 from isobit.ops.batch import Array
 
 Progress = Callable[[int, int], None]  # layers loaded, layers in all
@@ -19,8 +20,12 @@ def load_model(checkpoint: Checkpoint, ops: Any, context: int, progress: Progres
 
     Raises CheckpointError, naming the tensor, for anything missing or malformed.
     """
-    loader = Loader(checkpoint, ops, context)
-    config = checkpoint.config
+    with environment.default():
+        return _load(Loader(checkpoint, ops, context), progress)
+
+
+def _load(loader: "Loader", progress: Progress | None) -> FlashNext:
+    checkpoint, ops, config = loader.checkpoint, loader.ops, loader.config
     total = config.num_hidden_layers + config.mtp_num_hidden_layers
     layers = []
     for index in range(config.num_hidden_layers):
@@ -33,7 +38,7 @@ def load_model(checkpoint: Checkpoint, ops: Any, context: int, progress: Progres
     return FlashNext(
         ops=ops,
         config=config,
-        context=context,
+        context=loader.context,
         embedding=ops.prepare_embedding(checkpoint.embedding()),
         layers=tuple(layers),
         mixer=loader.gated_residual("hyper_connection_mixer"),

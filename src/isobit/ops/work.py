@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from functools import lru_cache
 from threading import Lock
 
-from isobit.ops import threads
+from isobit.ops import environment, threads
 from isobit.ops.tape import do
 
 SERIAL_WORK = 1 << 17  # element operations that one core finishes before others would have started
@@ -82,7 +82,7 @@ def forced_pieces(pieces: int) -> Iterator[None]:
 
 @lru_cache
 def _pool(workers: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(workers, thread_name_prefix="isobit-kernel")
+    return ThreadPoolExecutor(workers, thread_name_prefix="isobit-kernel", initializer=environment.set_default)
 
 
 if hasattr(os, "register_at_fork"):

@@ -13,6 +13,7 @@ from threading import Lock, Thread
 import numpy as np
 from numba import njit, types
 
+from isobit.ops import environment
 from isobit.ops.linear.atomics import count_one, load_shared, pause, replace_shared, store_shared
 from isobit.ops.linear.memory import address_of, call, field, put_field
 
@@ -82,6 +83,7 @@ class Team:
             self._bells_of_sleepers.pop().release()
 
     def _attend(self) -> None:
+        environment.set_default()
         bell = Lock()
         bell.acquire()
         while True:
