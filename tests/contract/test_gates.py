@@ -1,11 +1,14 @@
 """What each gate sees, on ops whose defects are known; here the gates are tested, not the kernels."""
 
+import itertools
+
 import numpy as np
 import pytest
 
 from isobit.contract.gates import GATES, acceptable, on_threads
 from isobit.contract.plans import Sizes
 from isobit.ops import threads
+from isobit.ops.contract import Case
 from tests.contract.toy import Doubling, RunningSum
 
 SIZES = Sizes((2, 3, 5, 33), 4)
@@ -154,6 +157,18 @@ def test_hygiene_sees_an_unwritten_element():
         np.multiply(2, x[:-1], out=out[:-1])
 
     assert "memory held before" in problem("hygiene", spoiled_doubling(compute))
+
+
+@pytest.mark.parametrize("rows", [5, 6, 20])
+def test_hygiene_sees_bytes_that_change_from_call_to_call(rows):
+    calls = itertools.count()
+
+    def compute(x, out):
+        (add_last_bit if next(calls) % 2 else lambda x, out: np.multiply(2, x, out=out))(x, out)
+
+    op = spoiled_doubling(compute)
+    case = Case(f"{rows} rows", (1,) * rows, {"x": np.random.default_rng(0).standard_normal((rows, 5), np.float32)})
+    assert "or on the run" in GATES["hygiene"](op, "other", case, np.random.default_rng(1), SIZES)
 
 
 def test_hygiene_sees_a_changed_input():
