@@ -22,7 +22,7 @@ def broken_op():
     contract.registered()
     contract.register(Broken())
     yield
-    del contract._registry["broken"]
+    del contract._registry["cpu"]["broken"]
 
 
 def test_a_green_contract(capsys):
