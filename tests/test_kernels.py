@@ -1,6 +1,8 @@
 """Compiled kernels are kept apart for each version of the sources, wherever the user's cache may be."""
 
 import os
+import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -85,3 +87,28 @@ def test_old_versions_are_dropped(tmp_path):
     drop_old_versions(tmp_path / "new")
     left = sorted(path.name for path in tmp_path.iterdir())
     assert left == ["new", *(f"version{age}" for age in range(KEPT_VERSIONS))]
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"NUMBA_DISABLE_JIT": "1"}, "NUMBA_DISABLE_JIT is set"),
+        ({"NUMBA_CPU_NAME": "generic"}, r"a processor without F16C \(generic\)"),
+        ({"NUMBA_CPU_FEATURES": "+sse2,-f16c"}, "a processor without F16C"),
+    ],
+)
+def test_a_compiler_that_cannot_compile_the_kernels_is_refused(environment, message, tmp_path):
+    if "CPU" in str(environment) and platform.machine() not in ("x86_64", "AMD64"):
+        pytest.skip("needs x86-64")
+    command = [sys.executable, "-m", "isobit", "generate", str(tmp_path), "prompt"]
+    done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1
+    assert re.search(message, done.stderr)
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="needs x86-64")
+def test_a_processor_that_the_user_names_is_taken_as_it_is():
+    subprocess.run(
+        [sys.executable, "-c", "import isobit.ops"], env={**os.environ, "NUMBA_CPU_NAME": "haswell"}, check=True
+    )

@@ -53,6 +53,23 @@ def configure() -> Path:
     return folder
 
 
+def check_compiler() -> None:
+    """Raises IsobitError when Numba, as the machine and its settings are, cannot compile the kernels."""
+    import numba
+    from numba.core.registry import cpu_target
+
+    if numba.config.DISABLE_JIT:  # type: ignore[attr-defined]
+        raise IsobitError("NUMBA_DISABLE_JIT is set, but isobit computes with compiled kernels: unset it")
+    triple, processor, features = cpu_target.target_context.codegen().magic_tuple()
+    # A processor that the user names may have features that are not listed.
+    known = bool(features) or processor == "generic"
+    if triple.startswith("x86_64") and known and "+f16c" not in features.split(","):
+        raise IsobitError(
+            f"kernels are compiled for a processor without F16C ({processor}), which isobit needs on x86-64: give a "
+            "virtual machine the host's processor model, and unset NUMBA_CPU_NAME and NUMBA_CPU_FEATURES"
+        )
+
+
 def none_kept() -> bool:
     """Whether no kernel of this version has been compiled yet."""
     return not any(configure().rglob("*.nbi"))

@@ -4,11 +4,13 @@ import importlib
 from types import SimpleNamespace
 from typing import Any
 
-from isobit.kernels import configure
+from isobit.kernels import check_compiler, configure
 
 configure()
 
 import numba  # noqa: E402
+
+check_compiler()
 
 OP_FOLDERS = (
     "linear",
