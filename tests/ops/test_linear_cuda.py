@@ -9,7 +9,7 @@ from isobit.checkpoint.trellis import dequantize_inner
 from isobit.checkpoint.weights import PlainLinear
 from isobit.errors import CheckpointError
 from isobit.ops.linear import cpu
-from isobit.ops.linear.contract import adversarial_rows, all_formats, random_plain, random_trellis
+from isobit.ops.linear.contract import adversarial_rows, all_formats, awkward_rows, random_plain, random_trellis
 
 torch = pytest.importorskip("torch", reason="needs PyTorch: pip install 'isobit[cuda]'")
 
@@ -34,10 +34,10 @@ CASES = {
 }
 
 
-def rows_of(name: str, rows: int):
+def rows_of(name: str, rows: int, some_rows=adversarial_rows):
     rng = np.random.default_rng(2)
     weights = CASES[name](rng)
-    return adversarial_rows(rng, rows, weights.in_features), weights
+    return some_rows(rng, rows, weights.in_features), weights
 
 
 def on_host(x: np.ndarray, handle, how: int = cuda.BY_ROW_COUNT) -> np.ndarray:
@@ -55,14 +55,14 @@ class SmallLinearOp(CudaLinearOp):
 @pytest.mark.parametrize("implementation", ["few_rows", "many_rows"])
 def test_gates(implementation, gate, name):
     op = SmallLinearOp()
-    x, weights = rows_of(name, 10)
+    x, weights = rows_of(name, 10, awkward_rows)
     assert GATES[gate](op, implementation, op._case(name, x, weights), np.random.default_rng(3), SIZES) is None
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_values_and_bytes_of_every_kind(name):
     op = CudaLinearOp()
-    x, weights = rows_of(name, 19)
+    x, weights = rows_of(name, 19, awkward_rows)
     case = op._case(name, x, weights)
     for gate in ("reference", "replaces"):
         assert GATES[gate](op, "many_rows", case, np.random.default_rng(3), SIZES) is None
