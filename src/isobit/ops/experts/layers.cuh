@@ -6,7 +6,7 @@
 // sources whose products read rows of halves in ascending order.
 #pragma once
 #include "device.cuh"
-#include "ops/linear/rotate.cuh"
+#include "ops/linear/rotate_octet.cuh"
 
 #ifndef LONG_LAYERS
 #define LONG_LAYERS 1
@@ -185,65 +185,19 @@ DEVICE void scale_octet(const half_bits* scales, int j, float v[OCTET_VALUES]) {
         scale_two(*reinterpret_cast<const unsigned*>(scales + octet_place(j) + octet_offset(pair)), v + 2 * pair);
 }
 
-template <int STRIDE>
-DEVICE void add_in_lane(float v[OCTET_VALUES]) {
-#pragma unroll
-    for (int i = 0; i < OCTET_VALUES; i++) {
-        if (i & STRIDE) continue;
-        const float low = v[i], high = v[i + STRIDE];
-        v[i] = low + high;
-        v[i + STRIDE] = low - high;
-    }
-}
-
-DEVICE void add_between_lanes(float v[OCTET_VALUES], int j, int mask) {
-    // A product with 1 or -1 is exact, so that every lane adds.
-    const float sign = j & mask ? -1.0f : 1.0f;
-#pragma unroll
-    for (int i = 0; i < OCTET_VALUES; i++) v[i] = fma32(sign, v[i], shuffle_xor(v[i], mask));
-}
-
-// The rotation of docs/arithmetic.md, *linear*: strides 1, 2, ..., 64, then times 1 / sqrt(128).
-DEVICE void rotate_octet(float v[OCTET_VALUES], int j) {
-    add_in_lane<1>(v);
-    if (NATURAL_ORDER) add_in_lane<2>(v);
-    add_between_lanes(v, j, 1);
-    add_between_lanes(v, j, 2);
-    if (!NATURAL_ORDER) add_in_lane<2>(v);
-    add_between_lanes(v, j, 4);
-    add_in_lane<4>(v);
-    add_in_lane<8>(v);
-#pragma unroll
-    for (int i = 0; i < OCTET_VALUES; i++) v[i] = v[i] * INVERSE_ROOT;
-}
-
-// Two nearest halves, saturating; NaN stays NaN.
-DEVICE unsigned saturated_halves(float low, float high) {
-#ifdef EMULATED
-    return pack_half2(half_of(low), half_of(high));
-#else
-    unsigned packed;
-    asm("cvt.rn.f16x2.f32 %0, %2, %1;\n\t"
-        "min.NaN.f16x2 %0, %0, %3;\n\t"
-        "max.NaN.f16x2 %0, %0, %4;"
-        : "=&r"(packed) : "f"(low), "f"(high), "r"(0x7BFF7BFFu), "r"(0xFBFFFBFFu));
-    return packed;
-#endif
-}
-
 // The input of a trellis layer from a block of values, which are changed: scaled, rotated, rounded to half.
 //
 // Unless in natural order, a row's halves are kept as in the B operand: of 32 inputs, lane t of a quad has its two
 // steps' four pairs in 16 bytes, so input 16 a + 8 b + 2 t + i is at 8 t + 4 a + 2 b + i.
 DEVICE void write_input(const Layer& layer, int block, float v[OCTET_VALUES], int j, bool writes, half_bits* row) {
     scale_octet(layer.input_scales + block * BLOCK, j, v);
-    rotate_octet(v, j);
+    octet::rotate<NATURAL_ORDER>(v, j);
     if (!writes) return;
     half_bits* place = row + block * BLOCK + (NATURAL_ORDER ? 4 * j : 8 * (j % 4) + 4 * (j / 4));
 #pragma unroll
     for (int m = 0; m < OCTET_VALUES / 4; m++)
-        *reinterpret_cast<uint2*>(place + 32 * m) = make_uint2(saturated_halves(v[4 * m], v[4 * m + 1]),
-                                                               saturated_halves(v[4 * m + 2], v[4 * m + 3]));
+        *reinterpret_cast<uint2*>(place + 32 * m) = make_uint2(half_pair_of(v[4 * m], v[4 * m + 1]),
+                                                               half_pair_of(v[4 * m + 2], v[4 * m + 3]));
 }
 
 // A block of outputs from its sums, in place; zeros past the layer's real outputs.
@@ -252,7 +206,7 @@ DEVICE void finish_outputs(const Layer& layer, int block, float v[OCTET_VALUES],
     float rotated[OCTET_VALUES];
 #pragma unroll
     for (int i = 0; i < OCTET_VALUES; i++) rotated[i] = v[i];
-    rotate_octet(rotated, j);
+    octet::rotate<NATURAL_ORDER>(rotated, j);
     if (layer.format != PLAIN) {
         scale_octet(layer.output_scales + block * BLOCK, j, rotated);
 #pragma unroll

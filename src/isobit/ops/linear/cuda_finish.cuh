@@ -124,3 +124,21 @@ DEVICE bool arrives_last(int* counter, int count, int expected) {
     __syncthreads();
     return last;
 }
+
+// Write the chains of a column of tiles to sums [rows, columns] from `first_output` on: the C operand of each 8 rows.
+template <int COUNT>
+DEVICE void store_column(const float (&chains)[COUNT][4], float* sums, int rows, int columns, int first_output,
+                         int lane) {
+    const int output = first_output + lane / 4;
+#pragma unroll
+    for (int tile = 0; tile < COUNT; tile++) {
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const int row = 8 * tile + 2 * (lane % 4) + i;
+            if (row >= rows) continue;
+            float* at = sums + static_cast<int64>(row) * columns + output;
+            at[0] = chains[tile][i];
+            at[8] = chains[tile][2 + i];
+        }
+    }
+}

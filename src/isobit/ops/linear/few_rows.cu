@@ -102,22 +102,6 @@ DEVICE void carry(Chains& chains, const unsigned fragments[CHUNK_TILES][4], cons
     }
 }
 
-// Write the chains to sums [rows, columns] from their column on.
-DEVICE void store_chains(const Chains& chains, float* sums, int rows, int columns, int column, int lane) {
-    const int output = column * TILE + lane / 4;
-#pragma unroll
-    for (int tile = 0; tile < ROW_TILES; tile++) {
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const int row = 8 * tile + 2 * (lane % 4) + i;
-            if (row >= rows) continue;
-            float* at = sums + static_cast<int64>(row) * columns + output;
-            at[0] = chains.c[tile][i];
-            at[8] = chains.c[tile][2 + i];
-        }
-    }
-}
-
 // Rotate out the blocks of 128 outputs that this thread block is the last to add to.
 DEVICE void finish_blocks(const Sums& sums, const Finish& finish, int* counters, int first, int count, int shards) {
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, warps = blockDim.x / WARP;
@@ -221,7 +205,7 @@ few_rows(const uint4* __restrict__ trellis, const void* __restrict__ x, const ha
                 hand_over(barriers >> 8);
             } else {
                 const int64 shard_values = static_cast<int64>(rows) * tile_columns * TILE;
-                store_chains(chains, values + shard * shard_values, rows, tile_columns * TILE, column, lane);
+                store_column(chains.c, values + shard * shard_values, rows, tile_columns * TILE, column * TILE, lane);
             }
         }
     }

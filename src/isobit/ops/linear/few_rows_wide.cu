@@ -69,22 +69,6 @@ struct ColumnRing {
     }
 };
 
-// Write a column's chains to sums [rows, 16 * tile_columns].
-DEVICE void store_chains(const float chains[ROW_TILES][4], float* sums, int rows, int columns, int column, int lane) {
-    const int output = column * TILE + lane / 4;
-#pragma unroll
-    for (int tile = 0; tile < ROW_TILES; tile++) {
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const int row = 8 * tile + 2 * (lane % 4) + i;
-            if (row >= rows) continue;
-            float* at = sums + static_cast<int64>(row) * columns + output;
-            at[0] = chains[tile][i];
-            at[8] = chains[tile][2 + i];
-        }
-    }
-}
-
 // Count a warp's columns of a block of 128 outputs; rotate the block out where they complete it.
 DEVICE void finish_columns(const Sums& sums, const Finish& finish, int* counters, int column, int lane) {
     constexpr int block_columns = ROTATION / TILE;
@@ -167,7 +151,7 @@ few_rows_wide(const uint4* __restrict__ trellis, const uint4* __restrict__ opera
         }
 #pragma unroll
         for (int own = 0; own < WARP_COLUMNS; own++)
-            store_chains(chains[own], values, rows, tile_columns * TILE, column + own, lane);
+            store_column(chains[own], values, rows, tile_columns * TILE, (column + own) * TILE, lane);
         finish_columns(sums, finish, counters, column, lane);
     }
 }

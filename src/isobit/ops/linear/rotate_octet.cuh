@@ -53,12 +53,14 @@ DEVICE void add_between_lanes(float v[2 * PAIRS], int j, int mask) {
     for (int i = 0; i < 2 * PAIRS; i++) v[i] = fma32(sign, v[i], shuffle_xor(v[i], mask));
 }
 
-// Strides 1, 2, ..., 64, times 1 / sqrt(128).
+// Strides 1, 2, ..., 64, times 1 / sqrt(128). NATURAL: lane j has values 4 j to 4 j + 3 of every 32 instead.
+template <bool NATURAL = false>
 DEVICE void rotate(float v[2 * PAIRS], int j) {
     add_in_lane<1>(v);
+    if (NATURAL) add_in_lane<2>(v);
     add_between_lanes(v, j, 1);
     add_between_lanes(v, j, 2);
-    add_in_lane<2>(v);
+    if (!NATURAL) add_in_lane<2>(v);
     add_between_lanes(v, j, 4);
     add_in_lane<4>(v);
     add_in_lane<8>(v);
