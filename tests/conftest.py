@@ -17,6 +17,18 @@ MakeCheckpoint = Callable[..., Path]
 
 
 @pytest.fixture(scope="session")
+def cuda_compiler() -> None:
+    """NVRTC is here; kernels can be compiled."""
+    from isobit.cuda import compile as compiler
+    from isobit.cuda.errors import DeviceError
+
+    try:
+        compiler.check_installed()
+    except DeviceError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
 def make_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> MakeCheckpoint:
     """make_checkpoint(preset="test", **options of synthesize) -> folder, written at the first call with these."""
     made: dict[str, Path] = {}

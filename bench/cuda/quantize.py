@@ -134,7 +134,7 @@ def times(quick: bool) -> list[dict]:
 
 def compile_all(quick: bool) -> None:
     """Fill the store of compiled kernels with all that are measured."""
-    with kernels.rehearsal("sm_90a"):
+    with kernels.rehearsal((9, 0)):
         for bits in QUICK_WIDTHS if quick else WIDTHS:
             for shape in shapes_of(bits, quick):
                 shape.kernel().launcher()

@@ -79,10 +79,10 @@ def test_no_rings_are_no_work():
     assert found(np.zeros((0, 256), np.float32), 4, "mul1").shape == (0, 256)
 
 
+@pytest.mark.usefixtures("cuda_compiler")
 @pytest.mark.parametrize("bits", WIDTHS)
 def test_the_kernels_compile_for_hopper(bits):
-    pytest.importorskip("cuda.core")
-    with kernels.rehearsal("sm_90a"):
+    with kernels.rehearsal((9, 0)):
         search_cuda.search(torch.zeros(1, 32), bits, "mul1")
         workbench_cuda.GpuWorkbench().packed_tiles(torch.zeros((1, 256), dtype=torch.int16), bits)
 

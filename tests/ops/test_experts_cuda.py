@@ -141,8 +141,8 @@ def test_launches_of_few_rows_depend_on_their_number_alone(monkeypatch):
     assert len(launches[0]) <= 5
 
 
+@pytest.mark.usefixtures("cuda_compiler")
 def test_products_of_warpgroups_compile():
-    pytest.importorskip("cuda.core", reason="needs the optional package cuda-core")
     handle = prepare(trellis_experts(np.random.default_rng(14), 1, 128, 128))
     macros = {**handle.layers.macros, "ROW_TILE": cuda.WARPGROUPS_ROW_TILE, "WARPGROUPS": 1}
     assert compiler.binary(cuda.MANY_PRODUCTS, macros, "sm_90a")

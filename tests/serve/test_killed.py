@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from isobit.checkpoint.store import TensorStore
-from isobit.engine.origin import Origin, origin_of
+from isobit.engine.origin import origin_of, spill_identity
 from isobit.engine.spill import SpillStore
 from tests.serve.processes import ServerProcess
 
@@ -46,19 +46,20 @@ def spilling(folder: Path, log: Path, spill: Path) -> ServerProcess:
 
 
 @pytest.fixture(scope="module")
-def origin(test_checkpoint: Path) -> Origin:
-    """Where the server's states come from."""
-    return origin_of(TensorStore(test_checkpoint), "cpu")
+def identity(test_checkpoint: Path) -> str:
+    """Whose the server's states are."""
+    store = TensorStore(test_checkpoint)
+    return spill_identity(origin_of(store, "cpu"), store)
 
 
 @pytest.mark.parametrize("moment", ["while it serves", "while it stops"])
-def test_a_killed_server_leaves_states_that_give_the_same_replies(test_checkpoint, alone, origin, tmp_path, moment):
+def test_a_killed_server_leaves_states_that_give_the_same_replies(test_checkpoint, alone, identity, tmp_path, moment):
     spill, log = tmp_path / "spill", tmp_path / "log"
     for life in range(2):
         with spilling(test_checkpoint, log, spill) as server:
             assert_same_replies(server, alone, range(life * 4, life * 4 + 4))
             kill_while_spilling(server, spill, moment, life)
-        assert_every_state_is_whole(spill, origin, tmp_path / f"copy {life}")
+        assert_every_state_is_whole(spill, identity, tmp_path / f"copy {life}")
     with spilling(test_checkpoint, log, spill) as server:
         assert unfinished(spill) == []
         reused = assert_same_replies(server, alone, range(PROMPTS))
@@ -98,10 +99,10 @@ def assert_same_replies(server: ServerProcess, alone: list[tuple[str, str]], num
     return sum(answer["isobit"]["rows_reused"] for answer in answers.values())
 
 
-def assert_every_state_is_whole(spill: Path, origin: Origin, copy: Path) -> None:
+def assert_every_state_is_whole(spill: Path, identity: str, copy: Path) -> None:
     """Read all that bears a final name, in a copy, for the next server is to find the folder as it was left."""
     shutil.copytree(spill, copy)
-    store = SpillStore(copy, 1 << 30, origin.checkpoint, origin.device)
+    store = SpillStore(copy, 1 << 30, identity, "cpu")
     states = list(store._states)
     assert states
     for state in states:

@@ -10,6 +10,11 @@ from isobit.cuda.errors import DeviceError, KernelError
 _lock = threading.Lock()
 
 
+def check_installed() -> None:
+    """Raises DeviceError where the compiler is not installed."""
+    _compiler()
+
+
 def architecture_name(capability: tuple[int, int]) -> str:
     """The compile target of a compute capability: (9, 0) -> "sm_90a"; from Hopper on with the chip's own features."""
     number = 10 * capability[0] + capability[1]
@@ -43,7 +48,13 @@ class _Compiler:
             ) from None
         self._program: Any = Program
         self._options: Any = ProgramOptions
-        self.version = tuple(nvrtc.nvrtcVersion()[1:])
+        try:
+            self.version = tuple(nvrtc.nvrtcVersion()[1:])
+        except RuntimeError:
+            raise DeviceError(
+                "NVRTC, the CUDA compiler's library, is not found: PyTorch's CUDA builds bring it; beside another build, "
+                "pip install nvidia-cuda-nvrtc"
+            ) from None
 
     def compile(self, name: str, defines: dict[str, int], architecture: str) -> bytes:
         options = self._options(

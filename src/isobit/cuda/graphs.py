@@ -1,8 +1,9 @@
 """Small forwards as CUDA graphs: the first of its shapes runs step by step, the second is captured, then replayed."""
 
 from collections import OrderedDict
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,7 @@ import torch
 
 from isobit.cuda import memory
 from isobit.cuda.batch import packed_arrays, place_at
-from isobit.ops.batch import Batch
-from isobit.ops.passes import MOST_REPLAYED_ROWS, Body, PassInputs
+from isobit.ops.passes import MOST_REPLAYED_ROWS, Body, PassInputs, shapes, with_wide_pages
 
 MOST_GRAPHS = 128
 ALIGNMENT = 16
@@ -21,27 +21,39 @@ class GraphPasses:
     """Runs forwards of few rows as graphs. Replaying changes no byte: the same kernels run on the same inputs."""
 
     def __init__(self) -> None:
-        self._seen: set[Hashable] = set()
+        self._seen: OrderedDict[Hashable, None] = OrderedDict()
         self._captured: OrderedDict[Hashable, Captured] = OrderedDict()
         self._pool: Any = None
+        self._busy = Lock()
         self.enabled = True
 
     def run(self, key: Hashable, inputs: PassInputs, body: Body, replayable: bool = True) -> Any:
         """As `isobit.ops.passes.EagerPasses.run` says."""
         if not (replayable and self.enabled and not memory.is_emulated() and is_small(inputs)):
             return body(inputs)
-        inputs = with_wide_pages(inputs)
+        # Engines that share a model come from threads of their own.
+        with self._busy:
+            return self._in_graph(key, with_wide_pages(inputs), body)
+
+    def _in_graph(self, key: Hashable, inputs: PassInputs, body: Body) -> Any:
+        """The outputs from a graph, which is captured the second time that its shapes come."""
         full_key = (key, shapes(inputs))
         captured = self._captured.get(full_key)
         if captured is None:
             if full_key not in self._seen:
-                self._seen.add(full_key)
+                self._note(full_key)
                 return body(inputs)
             captured = self._capture(full_key, inputs, body)
         self._captured.move_to_end(full_key)
         captured.inputs.fill(inputs)
         captured.graph.replay()
         return captured.outputs
+
+    def _note(self, key: Hashable) -> None:
+        """Remember shapes, and forget those that did not come again: a key holds a state alive."""
+        self._seen[key] = None
+        if len(self._seen) > MOST_GRAPHS:
+            self._seen.popitem(last=False)
 
     def _capture(self, key: Hashable, inputs: PassInputs, body: Body) -> "Captured":
         if self._pool is None:
@@ -54,6 +66,7 @@ class GraphPasses:
         while len(self._captured) >= MOST_GRAPHS:
             self._captured.popitem(last=False)
         self._captured[key] = Captured(graph, static, outputs)
+        del self._seen[key]
         return self._captured[key]
 
 
@@ -117,31 +130,3 @@ def host_pieces(inputs: PassInputs) -> dict[str, np.ndarray]:
 def is_small(inputs: PassInputs) -> bool:
     """Whether every batch has few rows."""
     return all(batch.rows <= MOST_REPLAYED_ROWS for batch in inputs.batches.values())
-
-
-def with_wide_pages(inputs: PassInputs) -> PassInputs:
-    """The inputs with page tables padded to a power of two of pages, so that a few graphs serve all lengths."""
-    return PassInputs({name: padded(batch) for name, batch in inputs.batches.items()}, inputs.arrays)
-
-
-def padded(batch: Batch) -> Batch:
-    """The batch with page 0 appended to each row of the page table, up to a power of two."""
-    width = batch.pages.shape[1]
-    wanted = 1 << max(width - 1, 0).bit_length()
-    pages = np.zeros((batch.segments, wanted), np.int32)
-    pages[:, :width] = batch.pages
-    return replace(batch, pages=pages)
-
-
-def shapes(inputs: PassInputs) -> Hashable:
-    """What launches depend on, beside the values at fixed places."""
-    batches = tuple(
-        (name, batch.rows, batch.segments, batch.pages.shape[1], batch.journal is not None, batch.journal_rows)
-        for name, batch in sorted(inputs.batches.items())
-    )
-    return batches, arrays_shapes(inputs.arrays)
-
-
-def arrays_shapes(arrays: Mapping[str, Any]) -> Hashable:
-    """Names, shapes and types."""
-    return tuple((name, tuple(x.shape), str(x.dtype)) for name, x in sorted(arrays.items()))

@@ -100,20 +100,20 @@ _rehearsed: str | None = None
 
 
 @contextmanager
-def rehearsal(architecture: str) -> Iterator[None]:
-    """Launches compile their kernel for an architecture such as "sm_90a" and run nothing; arrays lie on the host.
+def rehearsal(capability: tuple[int, int]) -> Iterator[None]:
+    """Launches compile their kernel for a GPU of this compute capability and run nothing; arrays lie on the host.
 
     For tests, and to fill the store of compiled kernels, on a machine without a GPU.
     """
     global _rehearsed
-    _rehearsed = architecture
-    emulated = memory.is_emulated()
-    memory.emulate(True)
+    emulated, emulated_capability = memory.is_emulated(), memory.architecture() if memory.is_emulated() else (0, 0)
+    _rehearsed = compiler.architecture_name(capability)
+    memory.emulate(True, capability)
     try:
         yield
     finally:
         _rehearsed = None
-        memory.emulate(emulated)
+        memory.emulate(emulated, emulated_capability)
 
 
 def _launcher(kernel: Kernel, kind: str) -> Launcher:

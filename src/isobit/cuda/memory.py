@@ -14,12 +14,13 @@ EMULATED_MULTIPROCESSORS = 4
 PINNED_BYTES = 1 << 20  # an array of fewer bytes is copied at once, sooner than pinned memory is found for it
 
 _emulated = False
+_emulated_capability = (0, 0)
 
 
-def emulate(on: bool) -> None:
-    """Run kernels on the emulator, on CPU tensors. For tests."""
-    global _emulated
-    _emulated = on
+def emulate(on: bool, capability: tuple[int, int] = (0, 0)) -> None:
+    """Run kernels on the emulator, on CPU tensors; ops choose as for a GPU of this capability. For tests."""
+    global _emulated, _emulated_capability
+    _emulated, _emulated_capability = on, capability
 
 
 def is_emulated() -> bool:
@@ -55,8 +56,8 @@ def device() -> torch.device:
 
 
 def architecture() -> tuple[int, int]:
-    """The compute capability, (0, 0) under the emulator."""
-    return (0, 0) if _emulated else torch.cuda.get_device_capability(device())
+    """The compute capability; under the emulator (0, 0), or what `emulate` was told."""
+    return _emulated_capability if _emulated else torch.cuda.get_device_capability(device())
 
 
 def multiprocessors() -> int:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from isobit.checkpoint.identity import files_stamp
 from isobit.checkpoint.reader import Checkpoint
 from isobit.checkpoint.tokenizer import Tokenizer
 from isobit.engine import memory
@@ -16,7 +15,7 @@ from isobit.engine.budget import allot
 from isobit.engine.drafts import CopyProposer, Drafter, MtpProposer, Proposer
 from isobit.engine.guard import DraftCounters
 from isobit.engine.lane import Ticket, emit, token_hash
-from isobit.engine.origin import Origin, origin_of
+from isobit.engine.origin import Origin, origin_of, spill_identity
 from isobit.engine.placement import Placement, chosen_device
 from isobit.engine.prompt_cache import CacheMetrics, PromptCache
 from isobit.engine.request import EventHandler, Finished, FinishReason, Request, Timings
@@ -196,8 +195,7 @@ class Engine:
         if folder.resolve() == self.folder:
             raise IsobitError(f"--spill-dir is the checkpoint's own folder {folder}: expected a folder of its own")
         queue = min(QUEUE_BYTES, cache_bytes // SPILL_QUEUE_PART)
-        identity = f"{self.origin.checkpoint}-{files_stamp(self._store)}"
-        return SpillStore(folder, limit, identity, self.origin.device, queue)
+        return SpillStore(folder, limit, spill_identity(self.origin, self._store), self.origin.device, queue)
 
     def _wake(self) -> None:
         with self._work:

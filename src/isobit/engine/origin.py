@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from isobit.checkpoint.identity import checkpoint_identity
+from isobit.checkpoint.identity import checkpoint_identity, files_stamp
 from isobit.checkpoint.store import TensorStore
 from isobit.ops.version import ARITHMETIC_VERSION
 
@@ -22,3 +22,8 @@ class Origin:
 def origin_of(store: TensorStore, device: str) -> Origin:
     """The origin of what this version of isobit computes from a checkpoint folder."""
     return Origin(checkpoint_identity(store), ARITHMETIC_VERSION, device)
+
+
+def spill_identity(origin: Origin, store: TensorStore) -> str:
+    """Whose states on disk are trusted: those of the origin's checkpoint while its files are as they were."""
+    return f"{origin.checkpoint}-{files_stamp(store)}"

@@ -1,8 +1,10 @@
 """Running a whole forward: what it takes from the host is given apart from its steps, which a device can replay."""
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+import numpy as np
 
 from isobit.ops.batch import Array, Batch
 
@@ -41,3 +43,29 @@ class EagerPasses:
         arrays given are good until the next run with the same key.
         """
         return body(inputs)
+
+
+def with_wide_pages(inputs: PassInputs) -> PassInputs:
+    """The inputs with page tables padded to a power of two of pages, so that a few recordings serve all lengths."""
+    batches = {name: padded(batch) for name, batch in inputs.batches.items()}
+    return replace(inputs, batches=batches)
+
+
+def padded(batch: Batch) -> Batch:
+    """The batch with page 0 appended to each row of the page table, up to a power of two."""
+    width = batch.pages.shape[1]
+    wanted = 1 << max(width - 1, 0).bit_length()
+    if width == wanted:
+        return batch
+    pages = np.zeros((batch.segments, wanted), np.int32)
+    pages[:, :width] = batch.pages
+    return replace(batch, pages=pages)
+
+
+def shapes(inputs: PassInputs) -> Hashable:
+    """What a recording depends on, beside the values of its inputs."""
+    batches = tuple(
+        (name, batch.rows, batch.segments, batch.pages.shape[1], batch.journal is not None, batch.journal_rows)
+        for name, batch in inputs.batches.items()
+    )
+    return batches, tuple((name, tuple(array.shape), str(array.dtype)) for name, array in inputs.arrays.items())

@@ -5,7 +5,7 @@ Of a small forward's time, much goes into the ops' Python code; a tape goes from
 
 from collections import OrderedDict
 from collections.abc import Hashable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from threading import Lock
 from typing import Any
 
@@ -13,7 +13,7 @@ import numpy as np
 
 from isobit.ops import tape, threads
 from isobit.ops.batch import Batch
-from isobit.ops.passes import Body, PassInputs
+from isobit.ops.passes import Body, PassInputs, shapes, with_wide_pages
 
 MOST_ROWS = 16  # of a forward that is replayed: more rows keep the kernels busy
 MOST_TAPES = 64
@@ -118,28 +118,3 @@ def arrays_of(batch: Batch) -> list[np.ndarray]:
     """All arrays of a batch."""
     arrays = [batch.slots, batch.starts, batch.first, batch.pages, batch.positions, batch.segment_of_row]
     return arrays if batch.journal is None else [*arrays, batch.journal]
-
-
-def with_wide_pages(inputs: PassInputs) -> PassInputs:
-    """The inputs with page tables padded to a power of two of pages, so that a few tapes serve all lengths."""
-    return PassInputs({name: padded(batch) for name, batch in inputs.batches.items()}, inputs.arrays)
-
-
-def padded(batch: Batch) -> Batch:
-    """The batch with page 0 appended to each row of the page table, up to a power of two."""
-    width = batch.pages.shape[1]
-    wanted = 1 << max(width - 1, 0).bit_length()
-    if width == wanted:
-        return batch
-    pages = np.zeros((batch.segments, wanted), np.int32)
-    pages[:, :width] = batch.pages
-    return replace(batch, pages=pages)
-
-
-def shapes(inputs: PassInputs) -> Hashable:
-    """What a tape depends on, beside the values of its inputs."""
-    batches = tuple(
-        (name, batch.rows, batch.segments, batch.pages.shape[1], batch.journal is not None, batch.journal_rows)
-        for name, batch in inputs.batches.items()
-    )
-    return batches, tuple((name, array.shape, array.dtype.str) for name, array in inputs.arrays.items())

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from isobit.checkpoint.weights import Linear
-from isobit.errors import CheckpointError
 from isobit.ops import buffers
 from isobit.ops.experts import grouping, product
 from isobit.ops.experts.router import route
+from isobit.ops.experts.stored import checked_experts
 from isobit.ops.linear.blocks import BLOCK, FEW_ROWS
 from isobit.ops.linear.cpu import LinearHandle, prepare_linear, work_of
 from isobit.ops.linear.memory import place_of
@@ -54,13 +54,9 @@ def prepare_experts(
     shared_expert_gate: Linear,
 ) -> ExpertsHandle:
     """The experts' handle. Raises CheckpointError when the layers do not fit each other."""
-    if not len(gate) == len(up) == len(down) > 0:
-        raise CheckpointError(f"experts: {len(gate)} gate, {len(up)} up and {len(down)} down projections")
+    shared = shared_gate, shared_up, shared_down
+    triples = checked_experts(gate, up, down, shared, shared_expert_gate)
     hidden = gate[0].in_features
-    triples = [*zip(gate, up, down, strict=True), (shared_gate, shared_up, shared_down)]
-    for triple in triples:
-        _check_expert(*triple, hidden)
-    _check_size(shared_expert_gate, hidden, 1)
     layers = tuple(prepare_linear(weights) for triple in triples for weights in triple)
     layers = (*layers, prepare_linear(shared_expert_gate))
     hidden_stride = _whole_blocks(max(layer.out_features for layer in layers[0::3]))
@@ -134,20 +130,6 @@ def _most_rows(handle: ExpertsHandle, chosen: int) -> int:
 
 def _whole_blocks(count: int) -> int:
     return -(-count // BLOCK) * BLOCK
-
-
-def _check_expert(gate: Linear, up: Linear, down: Linear, hidden: int) -> None:
-    _check_size(gate, hidden, gate.out_features)
-    _check_size(up, hidden, gate.out_features)
-    _check_size(down, gate.out_features, hidden)
-
-
-def _check_size(weights: Linear, inputs: int, outputs: int) -> None:
-    if (weights.in_features, weights.out_features) != (inputs, outputs):
-        raise CheckpointError(
-            f"{weights.name}: {weights.in_features} inputs and {weights.out_features} outputs, "
-            f"expected {inputs} and {outputs}"
-        )
 
 
 _PHASES = np.array([place_of(phase) for phase in (product.hidden_phase, product.output_phase)], np.int64)

@@ -8,8 +8,8 @@ import torch
 
 from isobit.checkpoint.weights import Linear, PlainLinear
 from isobit.cuda import kernels, memory
-from isobit.errors import CheckpointError
 from isobit.ops.experts.cuda_layers import BLOCK, TILE, PlacedLayers, place_layers, stored_sizes, whole_blocks
+from isobit.ops.experts.stored import checked_experts
 
 __all__ = ["experts", "prepare_experts", "route"]
 
@@ -65,13 +65,9 @@ def prepare_experts(
     shared_expert_gate: Linear,
 ) -> ExpertsHandle:
     """The experts' handle. Raises CheckpointError when the layers do not fit each other."""
-    if not len(gate) == len(up) == len(down) > 0:
-        raise CheckpointError(f"experts: {len(gate)} gate, {len(up)} up and {len(down)} down projections")
+    shared = shared_gate, shared_up, shared_down
+    triples = checked_experts(gate, up, down, shared, shared_expert_gate)
     hidden = gate[0].in_features
-    triples = [*zip(gate, up, down, strict=True), (shared_gate, shared_up, shared_down)]
-    for triple in triples:
-        _check_expert(*triple, hidden)
-    _check_size(shared_expert_gate, hidden, 1)
     layers = place_layers([weights for triple in triples for weights in triple])
     weights, bias, linear_handle = _place_gate(shared_expert_gate)
     inner_width = max(whole_blocks(triple[0].out_features) for triple in triples)
@@ -294,17 +290,3 @@ def _place_gate(weights: Linear) -> tuple[torch.Tensor | None, torch.Tensor | No
     padded[: weights.in_features] = torch.from_numpy(weights.weight[0].copy())
     bias = None if weights.bias is None else memory.to_device(weights.bias)
     return memory.to_device(padded), bias, None
-
-
-def _check_expert(gate: Linear, up: Linear, down: Linear, hidden: int) -> None:
-    _check_size(gate, hidden, gate.out_features)
-    _check_size(up, hidden, gate.out_features)
-    _check_size(down, gate.out_features, hidden)
-
-
-def _check_size(weights: Linear, inputs: int, outputs: int) -> None:
-    if (weights.in_features, weights.out_features) != (inputs, outputs):
-        raise CheckpointError(
-            f"{weights.name}: {weights.in_features} inputs and {weights.out_features} outputs, "
-            f"expected {inputs} and {outputs}"
-        )

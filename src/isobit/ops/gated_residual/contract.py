@@ -90,14 +90,14 @@ class GatedRead:
         return tuple(case.inputs[name] for name in ("streams", "norm_weight", "down", "up", "inject", "eps"))
 
 
-class GatedWriteRead(GatedRead):
-    """A write and the read after it in one call, and in two. A case's `streams` are what the write leaves."""
+class ReadAfterWrite:
+    """A read op's cases after a write: both in one call, and in two. A case's `streams` are what is written."""
 
     name = "gated_write_read"
     implementations: tuple[str, ...] = ("apart", "joined")
 
     def cases(self, rng: np.random.Generator, full: bool) -> Iterator[Case]:
-        for case in super().cases(rng, full):
+        for case in super().cases(rng, full):  # type: ignore[misc]
             before = case.inputs["streams"]
             rows, streams, hidden = before.shape
             injection = rows_of_kinds(rng, rows, streams, largest=1e3)[rng.permutation(rows)]
@@ -106,6 +106,16 @@ class GatedWriteRead(GatedRead):
             gated_write(written, injection, y)
             inputs = {**case.inputs, "streams": written, "before": before, "injection": injection, "y": y}
             yield Case(case.label, case.rows, inputs)
+
+    def reference(self, case: Case) -> Outputs:
+        return {**super().reference(case), "written": case.inputs["streams"].astype(np.float64)}  # type: ignore[misc]
+
+    def error_limit(self, case: Case, reference: Outputs) -> Outputs:
+        return {**super().error_limit(case, reference), "written": np.zeros(())}  # type: ignore[misc]
+
+
+class GatedWriteRead(ReadAfterWrite, GatedRead):
+    """The write and the read of the CPU."""
 
     def call(self, implementation: str, case: Case, state: Any, plan: Sequence[Span]) -> Outputs:
         rows = stream_of_row(plan)
@@ -118,12 +128,6 @@ class GatedWriteRead(GatedRead):
             mixed, following = gated_read(streams, state)
         outputs = {"mixed": mixed} if following is None else {"mixed": mixed, "injection": following}
         return {**outputs, "written": streams}
-
-    def reference(self, case: Case) -> Outputs:
-        return {**super().reference(case), "written": case.inputs["streams"].astype(np.float64)}
-
-    def error_limit(self, case: Case, reference: Outputs) -> Outputs:
-        return {**super().error_limit(case, reference), "written": np.zeros(())}
 
 
 class GatedWrite:

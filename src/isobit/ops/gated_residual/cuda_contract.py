@@ -105,21 +105,8 @@ class GatedRead(contract.GatedRead):
         return Case(label, (1,) * contract.ROWS, inputs)
 
 
-class GatedWriteRead(GatedRead):
-    """A write and the read after it in one call, and in two. A case's `streams` are what the write leaves."""
-
-    name = "gated_write_read"
-    implementations: tuple[str, ...] = ("apart", "joined")
-
-    def cases(self, rng: np.random.Generator, full: bool) -> Iterator[Case]:
-        for case in super().cases(rng, full):
-            before = case.inputs["streams"]
-            rows, streams, hidden = before.shape
-            injection = contract.rows_of_kinds(rng, rows, streams, largest=1e3)[rng.permutation(rows)]
-            y = contract.rows_of_kinds(rng, rows, hidden)[rng.permutation(rows)]
-            written = before.copy()
-            contract.gated_write(written, injection, y)
-            yield Case(case.label, case.rows, {**case.inputs, **_inputs(written, before, injection, y)})
+class GatedWriteRead(contract.ReadAfterWrite, GatedRead):
+    """The write and the read of CUDA."""
 
     def call(self, implementation: str, case: Case, state: Any, plan: Sequence[Span]) -> Outputs:
         rows = stream_of_row(plan)
@@ -132,16 +119,6 @@ class GatedWriteRead(GatedRead):
             mixed, following = cuda.gated_read(streams, state)
         outputs = {"mixed": mixed} if following is None else {"mixed": mixed, "injection": following}
         return to_host({**outputs, "written": streams})
-
-    def reference(self, case: Case) -> Outputs:
-        return {**super().reference(case), "written": case.inputs["streams"].astype(np.float64)}
-
-    def error_limit(self, case: Case, reference: Outputs) -> Outputs:
-        return {**super().error_limit(case, reference), "written": np.zeros(())}
-
-
-def _inputs(streams: np.ndarray, before: np.ndarray, injection: np.ndarray, y: np.ndarray) -> dict[str, np.ndarray]:
-    return {"streams": streams, "before": before, "injection": injection, "y": y}
 
 
 class GatedWrite(contract.GatedWrite):

@@ -403,12 +403,7 @@ class AttentionRead:
 
     def call(self, implementation: str, case: Case, state: State, plan: Sequence[Span]) -> Outputs:
         batch = batch_of(case, state, plan)
-        blocks = np.full((batch.rows, case.inputs["shape"].kept), -1, np.int32)
-        counts = np.zeros(batch.rows, np.int32)
-        rows = [(span.stream, row) for span in plan for row in range(span.first, span.first + span.count)]
-        for at, (stream, row) in enumerate(rows):
-            chosen = self._chosen(case, stream, row)
-            blocks[at, : len(chosen)], counts[at] = chosen, len(chosen)
+        blocks, counts = self.choices(case, plan)
         selection = Selection(given(blocks), given(counts))
         q_gate = given(rows_of_plan(plan, case.inputs["q_gate"]))
         return {"y": attention_read(q_gate, selection, state.handle, state.cache, batch)}
@@ -424,6 +419,16 @@ class AttentionRead:
 
     def limits(self) -> list[str]:
         return ["budgets above 2,048; scores above about 1e4, where float32 leaves softmax no digits"]
+
+    def choices(self, case: Case, plan: Sequence[Span]) -> tuple[np.ndarray, np.ndarray]:
+        """The blocks that each row of the plan reads, int32 [R, kept], and how many they are, int32 [R]."""
+        rows = [(span.stream, row) for span in plan for row in range(span.first, span.first + span.count)]
+        blocks = np.full((len(rows), case.inputs["shape"].kept), -1, np.int32)
+        counts = np.zeros(len(rows), np.int32)
+        for at, (stream, row) in enumerate(rows):
+            chosen = self._chosen(case, stream, row)
+            blocks[at, : len(chosen)], counts[at] = chosen, len(chosen)
+        return blocks, counts
 
     def _chosen(self, case: Case, stream: int, row: int) -> np.ndarray:
         shape = case.inputs["shape"]

@@ -139,12 +139,7 @@ class AttentionRead(OnDevice, contract.AttentionRead):
 
     def call(self, implementation: str, case: Case, state: Any, plan: Sequence[Span]) -> Outputs:
         batch = contract.batch_of(case, state, plan)
-        blocks = np.full((batch.rows, case.inputs["shape"].kept), -1, np.int32)
-        counts = np.zeros(batch.rows, np.int32)
-        rows = [(span.stream, row) for span in plan for row in range(span.first, span.first + span.count)]
-        for at, (stream, row) in enumerate(rows):
-            chosen = self._chosen(case, stream, row)
-            blocks[at, : len(chosen)], counts[at] = chosen, len(chosen)
+        blocks, counts = self.choices(case, plan)
         selection = Selection(on_device(blocks), on_device(counts))
         q_gate = on_device(rows_of_plan(plan, case.inputs["q_gate"]))
         return to_host({"y": read(implementation, q_gate, selection, state.device, state.device_cache, batch)})
