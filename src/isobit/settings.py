@@ -119,7 +119,7 @@ PARALLEL = Setting(
 DECODE_SHARE = Setting(
     "decode_share", int, 256, "Prompt rows that one forward runs at most while other requests' replies go on.", 1, 65536
 )
-MTP_DRAFTS = Setting("mtp_drafts", int, 3, "Longest draft of the MTP head, in tokens; 0 for none of them.", 0, 12)
+MTP_DRAFTS = Setting("mtp_drafts", int, 7, "Longest draft of the MTP head, in tokens; 0 for none of them.", 0, 12)
 NO_DRAFTS = Setting("no_drafts", bool, False, "Draft nothing: one row a reply token, the same replies.")
 PROMPT_CACHE_GIB = Setting(
     "prompt_cache_gib",

@@ -52,7 +52,7 @@ class _Compiler:
             self.version = tuple(nvrtc.nvrtcVersion()[1:])
         except RuntimeError:
             raise DeviceError(
-                "NVRTC, the CUDA compiler's library, is not found: PyTorch's CUDA builds bring it; beside another build, "
+                "NVRTC, the CUDA compiler's library, is not found: PyTorch's CUDA builds bring it; otherwise "
                 "pip install nvidia-cuda-nvrtc"
             ) from None
 

@@ -25,6 +25,7 @@ INDEXED_AT_ONCE = 8192  # tokens that one search adds to the index at most
 SLOTS = 1 << 16
 
 FIRST_ACCEPTANCE = 0.7
+LEAST_FIRST_ACCEPTANCE = 0.4  # of a new lane, whose text may be of another kind than the last one's
 ACCEPTANCE_STEP = 0.1  # weight of the newest drafted token in the running acceptance
 LEAST_CHANCE = 0.4  # of being accepted with all before it, for one more token to be drafted
 
@@ -103,10 +104,10 @@ class MatchIndex:
 
 
 class RunningDepth:
-    """How many tokens to draft, from the share of drafted tokens that were accepted lately."""
+    """How many tokens to draft, from the share of drafted tokens that were accepted lately, at first `acceptance`."""
 
-    def __init__(self) -> None:
-        self.acceptance = FIRST_ACCEPTANCE
+    def __init__(self, acceptance: float = FIRST_ACCEPTANCE) -> None:
+        self.acceptance = acceptance
 
     def observe(self, proposed: int, accepted: int) -> None:
         """A draft of `proposed` tokens, the first `accepted` of them right; those after a wrong one tell nothing."""
@@ -218,6 +219,7 @@ class Drafter:
         self.counters = {proposer.name: DraftCounters() for proposer in self.proposers}
         self.costs = RoundCosts()
         self._rests: dict[str, tuple[int, int]] = {}
+        self._acceptances = dict.fromkeys(self.counters, FIRST_ACCEPTANCE)
         self.clock = clock
         self._proposing_seconds = 0.0
 
@@ -227,13 +229,14 @@ class Drafter:
             stream,
             MatchIndex(tokens),
             sampling,
-            {name: RunningDepth() for name in self.counters},
+            {name: RunningDepth(max(last, LEAST_FIRST_ACCEPTANCE)) for name, last in self._acceptances.items()},
             {name: DraftGuard(counters, self._rests.get(name)) for name, counters in self.counters.items()},
         )
 
     def close(self, lane: LaneDrafts) -> None:
         """The lane ends."""
         self._rests = {name: guard.rests for name, guard in lane.guards.items()}
+        self._acceptances = {name: depth.acceptance for name, depth in lane.depths.items()}
         for guard in lane.guards.values():
             guard.close()
 

@@ -10,11 +10,11 @@ FIRST_PLAIN = 1  # rounds without drafts before the first with some, to compare 
 PLAIN_EVERY = 48  # rounds with drafts after which one goes without, to compare anew
 TRIAL_ROUNDS = 8  # drafted rounds after which drafts must pay
 TRIAL_LOSS = 2.0  # tokens that a trial may cost before that
-LATER_TRIAL_LOSS = 1.0  # if the trial before it has failed
+LATER_TRIAL_LOSS = 0.75  # if the trial before it has failed
 JUDGED_ROUNDS = 32  # the latest drafted rounds that a guard judges by
 FIRST_REST = 64  # rounds without drafts after the first stop; each further one is twice as long
 LONGEST_REST = 2048
-LONGEST_FIRST_REST = 48  # of a new lane, whose text may be of another kind than the last one's
+LONGEST_FIRST_REST = 96  # of a new lane, whose text may be of another kind than the last one's
 
 
 class RoundCosts:
