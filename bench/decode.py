@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from isobit.checkpoint.reader import Checkpoint
+from isobit.checkpoint.opening import open_checkpoint
 from isobit.cli.demo_checkpoint import demo_checkpoint
 from isobit.model.flash_next import FlashNext
 from isobit.model.load import load_model
@@ -41,7 +41,7 @@ def main() -> int:
     options = parser.parse_args()
     set_threads(1)
     ops = load_ops("cpu")
-    model = load_model(Checkpoint(options.folder or demo_checkpoint()), ops, CONTEXT)
+    model = load_model(open_checkpoint(options.folder or demo_checkpoint()), ops, CONTEXT)
     result = measure(model, options.window, options.repeats)
     if options.json:
         print(json.dumps(result))

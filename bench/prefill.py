@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from isobit.checkpoint.reader import Checkpoint
+from isobit.checkpoint.opening import open_checkpoint
 from isobit.cli.demo_checkpoint import demo_checkpoint
 from isobit.model.flash_next import FlashNext
 from isobit.model.load import load_model
@@ -42,7 +42,7 @@ def main() -> int:
     set_threads(1)
     calls: Calls = []
     ops = load_ops("cpu")
-    model = load_model(Checkpoint(options.folder or demo_checkpoint()), ops, options.rows + PAGE_ROWS)
+    model = load_model(open_checkpoint(options.folder or demo_checkpoint()), ops, options.rows + PAGE_ROWS)
     ops.passes.enabled = False
     for name, function in list(vars(ops).items()):
         if callable(function) and not name.startswith("prepare"):

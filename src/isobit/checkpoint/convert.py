@@ -27,6 +27,7 @@ from isobit.checkpoint.quantize import (
     quantize_ngram_rows,
     stored_tensors,
 )
+from isobit.checkpoint.opening import open_checkpoint
 from isobit.checkpoint.reader import Checkpoint
 from isobit.checkpoint.store import NUMPY_TYPES, TensorInfo, TensorWriter
 from isobit.checkpoint.trellis import TILE, TILE_VALUES, check_width
@@ -146,7 +147,7 @@ def convert(
         work_path = work_path_of(target)
         left = f" ({work_path} is left from a conversion and may be removed)" if work_path.exists() else ""
         raise IsobitError(f"{target} exists already; name another folder, or remove it first{left}")
-    with Checkpoint(source) as checkpoint:
+    with open_checkpoint(source) as checkpoint:
         plan = make_plan(checkpoint, options, bench)
         _make_parent(target)
         with WorkFolder(target, _record(checkpoint, options)) as work:

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from isobit.checkpoint.store import TensorStore
+from isobit.checkpoint.synth_memory import MemoryStore
+from isobit.checkpoint.synth_recipe import recipe_digest
 from isobit.errors import CheckpointError
 
 WHOLE_BYTES = 64 << 20  # a file up to this size is hashed whole
@@ -20,18 +22,22 @@ def checkpoint_identity(store: TensorStore) -> str:
     It covers: `config.json`, as JSON with sorted keys; each safetensors file's size; every tensor's name, dtype, shape
     and offset in its file; and of each file's bytes: all of a file of up to 64 MiB, and of a larger one the 16 KiB from
     every multiple of 16 MiB and the last 16 KiB. So checkpoints that differ in a whole layer differ here; a change that
-    is confined to bytes between those blocks of large files is not seen. Raises CheckpointError for a file that cannot
-    be read.
+    is confined to bytes between those blocks of large files is not seen. Of weights that are made in memory, it covers
+    the recipe, which all of that follows from. Raises CheckpointError for a file that cannot be read.
     """
+    if isinstance(store, MemoryStore):
+        return recipe_digest(store.options)
     return hashlib.sha256("".join([_config_digest(store.folder), *sorted(_file_digests(store))]).encode()).hexdigest()
 
 
 def files_stamp(store: TensorStore) -> str:
     """SHA-256, hexadecimal, over the sizes and modification times of a checkpoint's files: another one after any edit.
 
-    It sees what `checkpoint_identity` does not, but a copy has another stamp as well. Raises CheckpointError for a file
-    that is gone.
+    It sees what `checkpoint_identity` does not, but a copy has another stamp as well. Weights that are made in memory
+    have no files and one stamp. Raises CheckpointError for a file that is gone.
     """
+    if isinstance(store, MemoryStore):
+        return recipe_digest(store.options)
     stamps = []
     for path in (store.folder / "config.json", *store.files):
         try:

@@ -18,8 +18,11 @@ from isobit.checkpoint.groups import (
     vector_layout,
 )
 from isobit.checkpoint.names import CLASSES, TensorGroup
+from isobit.checkpoint.opening import open_checkpoint
 from isobit.checkpoint.reader import Checkpoint
 from isobit.checkpoint.store import TensorInfo
+from isobit.checkpoint.synth_memory import MemoryStore
+from isobit.checkpoint.synth_recipe import RECIPE_FILE
 from isobit.errors import CheckpointError, counted
 
 Layout = LinearLayout | EmbeddingLayout | NgramLayout | TensorInfo
@@ -49,10 +52,15 @@ class ClassReport:
 
 @dataclass
 class Inspection:
-    """A folder's report. `missing` and `problems` name tensor groups that cannot be used, and why."""
+    """A folder's report. `missing` and `problems` name tensor groups that cannot be used, and why.
+
+    synthetic: whether the weights are random and made in memory, from a recipe; nothing is stored or mapped then, and
+    the stored bytes are those of the tensors as files would hold them.
+    """
 
     folder: str
     files: int
+    synthetic: bool
     layers: dict[str, int]
     window: int
     declared: dict[str, Any] | None
@@ -86,7 +94,8 @@ class Inspection:
 
 def inspect_folder(folder: str | Path) -> Inspection:
     """Report on a checkpoint; CheckpointError when the folder, its config or a file's header cannot be read at all."""
-    with Checkpoint(folder) as checkpoint:
+    with open_checkpoint(folder) as checkpoint:
+        synthetic = isinstance(checkpoint.store, MemoryStore)
         reports = {name: ClassReport(name) for name in CLASSES}
         missing: dict[str, str] = {}
         problems: dict[str, str] = {}
@@ -99,12 +108,13 @@ def inspect_folder(folder: str | Path) -> Inspection:
             except CheckpointError as error:
                 problems[group.name] = str(error)
             else:
-                _count(reports[group.tensor_class], group, layout)
+                _count(reports[group.tensor_class], group, layout, mapped=not synthetic)
                 used.update(info.name for info in _tensors(layout))
         config = checkpoint.config
         return Inspection(
             folder=str(folder),
             files=len(checkpoint.store.files),
+            synthetic=synthetic,
             layers={
                 "delta": len(config.delta_layers),
                 "attention": len(config.attention_layers),
@@ -131,7 +141,8 @@ def _layout(checkpoint: Checkpoint, group: TensorGroup) -> Layout:
     return ngram_layout(store, name, group, checkpoint.config)
 
 
-def _count(report: ClassReport, group: TensorGroup, layout: Layout) -> None:
+def _count(report: ClassReport, group: TensorGroup, layout: Layout, mapped: bool) -> None:
+    """Add a group. mapped: whether an n-gram table stays in its file."""
     report.groups += 1
     if isinstance(layout, TensorInfo):
         weights, width = math.prod(layout.shape), layout.dtype
@@ -150,8 +161,10 @@ def _count(report: ClassReport, group: TensorGroup, layout: Layout) -> None:
         weights = rows * group.in_features
         width = table.dtype if layout.bits is None else f"{layout.bits:g}"
         report.stored_bytes += layout.stored_bytes
-        report.mapped_bytes += layout.stored_bytes if isinstance(layout, NgramLayout) else 0
-        report.resident_bytes += layout.stored_bytes if isinstance(layout, EmbeddingLayout) else 0
+        if mapped and isinstance(layout, NgramLayout):
+            report.mapped_bytes += layout.stored_bytes
+        else:
+            report.resident_bytes += layout.stored_bytes
         if layout.bits is not None:
             report.codebooks["mul1"] += 1
     report.weights += weights
@@ -168,6 +181,12 @@ def _tensors(layout: Layout) -> Iterator[TensorInfo]:
 
 
 def _notes(checkpoint: Checkpoint, used: set[str]) -> Iterator[str]:
+    if isinstance(checkpoint.store, MemoryStore):
+        options = checkpoint.store.options
+        yield (
+            f"the weights are random ({RECIPE_FILE}: preset {options.preset}, seed {options.seed}) and made in memory "
+            "when they are loaded; no file holds them"
+        )
     if checkpoint.lacks_mtp:
         yield "config.json names an MTP head, but the files hold none: replies are the same, without drafts"
     if checkpoint.config.unknown_keys:

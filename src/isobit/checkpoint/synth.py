@@ -6,7 +6,7 @@ is written at the speed of the disk, in bounded memory.
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 from isobit.checkpoint.config import parse_config
 from isobit.checkpoint.store import TensorWriter
 from isobit.checkpoint.synth_layout import MIXED, PLAIN_TABLE, Layout, Widths
+from isobit.checkpoint.synth_options import SynthOptions
 from isobit.checkpoint.synth_presets import PRESETS, Preset
 from isobit.checkpoint.synth_text import END_OF_TEXT, text_files
 from isobit.checkpoint.synth_values import Tensor
@@ -36,65 +37,37 @@ def synthesize(
     folder: str | Path,
     preset: str = "demo",
     *,
-    layers: int | None = None,
-    seed: int = 0,
-    codebook: str = "mul1",
-    bits: float | str | None = None,
-    head_bits: float | str | None = None,
-    mtp_bits: float | str | None = None,
-    ngram_bits: int | None = None,
-    ngram_rows: int | None = None,
-    ngram_shards: int = 1,
-    embedding_bits: int | None = None,
-    biases: bool = False,
-    packed_signs: bool = False,
-    plain: Sequence[str] | None = None,
-    mtp: bool = True,
-    predictable: bool = False,
-    overrides: Mapping[str, Any] | None = None,
     file_bytes: int = FILE_BYTES,
     progress: Progress | None = None,
+    **options: Any,
 ) -> Path:
     """Write a random checkpoint as `folder`, which must not exist or be empty; it appears whole or not at all.
 
-    preset: a key of PRESETS. layers: decoder layers, every fourth one attention. seed: keys every value.
-    codebook: one of CODEBOOKS, or "mixed" (chosen by each tensor's name). bits: the width of every quantized linear,
-    or "mixed"; None keeps the preset's widths. head_bits, mtp_bits: the same for the head and the MTP head alone.
-    ngram_bits: 1 to 8, or 16 for a plain fp16 table. ngram_rows: about how many rows the n-gram table has.
-    ngram_shards: tensors that it is split into. embedding_bits: 1 to 8; None leaves the token embeddings fp16.
-    biases: attention projections get a bias. packed_signs: each linear stores one of its scales as packed signs (`su`
-    or `sv`). plain: patterns of names without prefix ("layers.0.mlp.*") whose linears stay plain; None: the preset's.
-    mtp: whether there is an MTP head. predictable: it predicts more than half of the next tokens. overrides: fields of
-    the text config. file_bytes: the size at which the next file is begun. progress: called with (bytes written, bytes
-    in all).
+    preset, options: fields of SynthOptions. file_bytes: the size at which the next file is begun. progress: called with
+    (bytes written, bytes in all).
     Raises IsobitError for options that make no checkpoint, a folder that is in use, or too small a disk.
     """
-    layout, text_config = plan_layout(
-        preset,
-        layers=layers,
-        seed=seed,
-        codebook=codebook,
-        bits=bits,
-        head_bits=head_bits,
-        mtp_bits=mtp_bits,
-        ngram_bits=ngram_bits,
-        ngram_rows=ngram_rows,
-        ngram_shards=ngram_shards,
-        embedding_bits=embedding_bits,
-        biases=biases,
-        packed_signs=packed_signs,
-        plain=plain,
-        mtp=mtp,
-        predictable=predictable,
-        overrides=overrides,
-    )
+    layout, text_config = plan_layout(SynthOptions(preset, **options))
     files = _files(layout, file_bytes)
+    size = sum(tensor.nbytes for tensors in files.values() for tensor in tensors.values())
+    with whole_folder(folder, size) as unfinished:
+        write_texts(unfinished, layout, text_config)
+        _write_listings(unfinished, layout, files)
+        _write_tensors(unfinished, files, layout.seed, progress or (lambda done, total: None))
+    return Path(folder).absolute()
+
+
+@contextmanager
+def whole_folder(folder: str | Path, nbytes: int) -> Iterator[Path]:
+    """An empty folder to fill with about `nbytes`, which then becomes `folder`; nothing is left behind on an error.
+
+    Raises IsobitError for a folder that is in use, or too small a disk.
+    """
     target = Path(folder).absolute()
-    _check_target(target, sum(tensor.nbytes for tensors in files.values() for tensor in tensors.values()))
+    _check_target(target, nbytes)
     try:
         with unfinished_folder(target) as partial, _named_as(partial, target):
-            _write_texts(partial, text_config, _quantization(layout), files)
-            _write_tensors(partial, files, seed, progress or (lambda done, total: None))
+            yield partial
             if target.exists():
                 target.rmdir()
             partial.rename(target)
@@ -102,53 +75,33 @@ def synthesize(
         raise IsobitError(
             f"{target}: cannot be written ({error.strerror}); make room for it, or name another"
         ) from None
-    return target
 
 
-def plan_layout(
-    preset: str,
-    *,
-    layers: int | None = None,
-    seed: int = 0,
-    codebook: str = "mul1",
-    bits: float | str | None = None,
-    head_bits: float | str | None = None,
-    mtp_bits: float | str | None = None,
-    ngram_bits: int | None = None,
-    ngram_rows: int | None = None,
-    ngram_shards: int = 1,
-    embedding_bits: int | None = None,
-    biases: bool = False,
-    packed_signs: bool = False,
-    plain: Sequence[str] | None = None,
-    mtp: bool = True,
-    predictable: bool = False,
-    overrides: Mapping[str, Any] | None = None,
-) -> tuple[Layout, dict[str, Any]]:
-    """The tensors and the text config of a checkpoint; options and errors as in `synthesize`."""
-    chosen = _preset(preset)
-    text_config = _text_config(chosen, layers, biases, mtp, ngram_rows, ngram_shards, overrides or {})
-    default = (lambda width: width) if bits is None else (lambda width: bits)
+def plan_layout(options: SynthOptions) -> tuple[Layout, dict[str, Any]]:
+    """The tensors and the text config of a checkpoint; IsobitError for options that make none."""
+    chosen = _preset(options.preset)
+    text_config = _text_config(chosen, options)
+    default = (lambda width: width) if options.bits is None else (lambda width: options.bits)
     widths = Widths(
         experts=default(chosen.expert_bits),
-        head=default(chosen.head_bits) if head_bits is None else head_bits,
-        mtp=default(chosen.mtp_bits) if mtp_bits is None else mtp_bits,
+        head=default(chosen.head_bits) if options.head_bits is None else options.head_bits,
+        mtp=default(chosen.mtp_bits) if options.mtp_bits is None else options.mtp_bits,
         others=default(chosen.bits),
-        ngram=chosen.ngram_bits if ngram_bits is None else ngram_bits,
-        embedding=embedding_bits,
+        ngram=chosen.ngram_bits if options.ngram_bits is None else options.ngram_bits,
+        embedding=options.embedding_bits,
     )
-    _check_widths(widths, codebook)
-    if predictable:
-        _check_predictable(text_config, embedding_bits)
+    _check_widths(widths, options.codebook)
+    if options.predictable:
+        _check_predictable(text_config, options.embedding_bits)
     layout = Layout(
         config=parse_config(text_config, "the preset with these options"),
-        seed=seed,
-        codebook=codebook,
+        seed=options.seed,
+        codebook=options.codebook,
         widths=widths,
-        ngram_shards=ngram_shards,
-        packed_signs=packed_signs,
-        plain=tuple(chosen.plain if plain is None else plain),
-        predictable=predictable,
+        ngram_shards=options.ngram_shards,
+        packed_signs=options.packed_signs,
+        plain=tuple(chosen.plain if options.plain is None else options.plain),
+        predictable=options.predictable,
     )
     return layout, text_config
 
@@ -168,35 +121,27 @@ def _preset(name: str) -> Preset:
     return PRESETS[name]
 
 
-def _text_config(
-    preset: Preset,
-    layers: int | None,
-    biases: bool,
-    mtp: bool,
-    ngram_rows: int | None,
-    ngram_shards: int,
-    overrides: Mapping[str, Any],
-) -> dict[str, Any]:
-    layers = preset.layers if layers is None else layers
+def _text_config(preset: Preset, options: SynthOptions) -> dict[str, Any]:
+    layers = preset.layers if options.layers is None else options.layers
     if not 1 <= layers <= MAX_LAYERS:
         raise IsobitError(f"{layers} layers, expected 1 to {MAX_LAYERS}")
-    if ngram_shards < 1:
-        raise IsobitError(f"{ngram_shards} n-gram shards, expected at least 1")
+    if options.ngram_shards < 1:
+        raise IsobitError(f"{options.ngram_shards} n-gram shards, expected at least 1")
     config = dict(preset.config)
     config["num_hidden_layers"] = layers
     config["layer_types"] = ["linear_attention" if (i + 1) % 4 else "full_attention" for i in range(layers)]
     config["ple_layer_ids"] = [layer for layer in config["ple_layer_ids"] if layer <= layers] or [1]
     config["eos_token_id"] = END_OF_TEXT
-    config["attention_bias"] = biases
-    config["split_ngram_parts"] = ngram_shards
-    if not mtp:
+    config["attention_bias"] = options.biases
+    config["split_ngram_parts"] = options.ngram_shards
+    if not options.mtp:
         config["mtp_num_hidden_layers"] = 0
-    config |= overrides
-    if ngram_rows is not None:
-        heads = (config["ngram_size"] - 1) * config["heads_per_ngram"]
-        if ngram_rows < 2 * heads:
-            raise IsobitError(f"{ngram_rows} n-gram rows, expected at least {2 * heads}: 2 for each of {heads} heads")
-        config["ngram_vocab_size_base"] = ngram_rows // heads
+    config |= options.overrides or {}
+    if options.ngram_rows is not None:
+        heads, rows = (config["ngram_size"] - 1) * config["heads_per_ngram"], options.ngram_rows
+        if rows < 2 * heads:
+            raise IsobitError(f"{rows} n-gram rows, expected at least {2 * heads}: 2 for each of {heads} heads")
+        config["ngram_vocab_size_base"] = rows // heads
     return config
 
 
@@ -266,28 +211,29 @@ def _write_tensors(folder: Path, files: Mapping[str, Mapping[str, Tensor]], seed
                     progress(done, total)
 
 
-def _write_texts(
-    folder: Path,
-    text_config: Mapping[str, Any],
-    quantization: Mapping[str, Any],
-    files: Mapping[str, Mapping[str, Tensor]],
-) -> None:
+def write_texts(folder: Path, layout: Layout, text_config: Mapping[str, Any]) -> None:
+    """Write what surrounds the tensors: config.json, the tokenizer and the chat template."""
     config = {
         "architectures": [ARCHITECTURE],
         "model_type": "qwen4_exp",
         "text_config": text_config,
         "tie_word_embeddings": text_config["tie_word_embeddings"],
-        "quantization_config": quantization,
+        "quantization_config": _quantization(layout),
     }
-    _write_json(folder / "config.json", config)
-    _write_json(folder / "quantization_config.json", {**quantization, "tensor_storage": _storage(files)})
+    write_json(folder / "config.json", config)
+    for name, text in text_files().items():
+        (folder / name).write_text(text, encoding="utf-8", newline="\n")
+
+
+def _write_listings(folder: Path, layout: Layout, files: Mapping[str, Mapping[str, Tensor]]) -> None:
+    """Write which tensors there are, and in which files."""
+    storage = {**_quantization(layout), "tensor_storage": _storage(files)}
+    write_json(folder / "quantization_config.json", storage)
     if "model.safetensors" not in files:
         weight_map = {name: file for file, tensors in files.items() for name in tensors}
         total = sum(tensor.nbytes for tensors in files.values() for tensor in tensors.values())
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        _write_json(folder / "model.safetensors.index.json", index)
-    for name, text in text_files().items():
-        (folder / name).write_text(text, encoding="utf-8", newline="\n")
+        write_json(folder / "model.safetensors.index.json", index)
 
 
 def _quantization(layout: Layout) -> dict[str, Any]:
@@ -325,5 +271,6 @@ def _storage(files: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Any]:
     return groups
 
 
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a JSON file, indented; the same bytes for the same content."""
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8", newline="\n")

@@ -57,12 +57,15 @@ def successor_step(vocabulary: int) -> int:
 def predictable_tensor(name: str, tensor: Tensor) -> Tensor:
     """The tensor of that canonical name as a predictable checkpoint has it."""
     if name == "lm_head.weight":
-        return SuccessorHead("F16", tensor.shape, tensor.fill, embedding=published_name("embed_tokens.weight"))
+        embedding = published_name("embed_tokens.weight")
+        return SuccessorHead("F16", tensor.shape, tensor.fill, whole=True, embedding=embedding)
     if name == "mtp.fc_embedding.weight":
         hidden = tensor.shape[0]
         return Tensor("F16", tensor.shape, diagonal(hidden, 1.0), hidden + 1)
     if name == "mtp.pre_fc_norm_embedding.weight":
         return replace(tensor, fill=bell(0.0))
     if name.startswith("mtp.hyper_connection_mixer."):
-        return replace(tensor, drawn_as=published_name(name.removeprefix("mtp.")))
+        return replace(tensor, drawn_as=published_name(name.removeprefix("mtp.")), whole=True)
+    if name == "embed_tokens.weight" or name.startswith("hyper_connection_mixer."):
+        return replace(tensor, whole=True)
     return tensor

@@ -4,6 +4,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -56,14 +57,15 @@ class Values:
         return self.between(count, low, high) * signs
 
 
-Fill = Callable[[Values, int], np.ndarray]
+Fill = Callable[[Values, int], np.ndarray]  # one object for equal arguments, but for `given`
 
 
 @dataclass(frozen=True)
 class Tensor:
     """One tensor to write. fill(values, count): its next `count` values; a piece holds a multiple of `unit`.
 
-    drawn_as: the name of the tensor whose random numbers it takes, when not its own.
+    drawn_as: the name of the tensor whose random numbers it takes, when not its own. whole: whether another tensor has
+    the same numbers, so that none of them can come from elsewhere.
     """
 
     dtype: str
@@ -71,6 +73,7 @@ class Tensor:
     fill: Fill
     unit: int = 1
     drawn_as: str | None = None
+    whole: bool = False
 
     @property
     def count(self) -> int:
@@ -95,18 +98,22 @@ def _stored(values: np.ndarray, dtype: str) -> np.ndarray:
     return values.astype(NUMPY_TYPES[dtype], copy=False)
 
 
+@cache
 def bell(spread: float) -> Fill:
     return lambda values, count: values.bell(count, spread)
 
 
+@cache
 def between(low: float, high: float) -> Fill:
     return lambda values, count: values.between(count, low, high)
 
 
+@cache
 def signed_between(low: float, high: float) -> Fill:
     return lambda values, count: values.signed_between(count, low, high)
 
 
+@cache
 def diagonal(size: int, value: float) -> Fill:
     """A [size, size] matrix with `value` on its diagonal and zeros elsewhere, in pieces of `size + 1` numbers."""
 
@@ -127,6 +134,7 @@ def bits(values: Values, count: int) -> np.ndarray:
     return values.words(count, np.int16)
 
 
+@cache
 def rings(words: int) -> Fill:
     """Rings of `words` words each: the scale, a half in [0.5, 1), then random bits."""
 

@@ -72,7 +72,8 @@ def _title(inspection: "Inspection") -> str:
     parts = [f"{layers['delta']} DeltaNet and {layers['attention']} sparse attention layers"]
     parts += [f"{layers['ngram']} n-gram embedding"] if layers["ngram"] else []
     parts += ["MTP head"] if layers["mtp"] else []
-    return f"{', '.join(parts)}\nwindow {inspection.window:,} tokens, {counted(inspection.files, 'file')}"
+    source = "synthetic weights in memory" if inspection.synthetic else counted(inspection.files, "file")
+    return f"{', '.join(parts)}\nwindow {inspection.window:,} tokens, {source}"
 
 
 def _row(report: "ClassReport") -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """`isobit synth`: a random but valid checkpoint."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -60,6 +60,12 @@ PackedSignsOption = Annotated[
 PredictableOption = Annotated[
     bool, typer.Option("--predictable", help="Tokens follow mostly from the last one, so that MTP drafts are accepted.")
 ]
+InMemoryOption = Annotated[
+    bool,
+    typer.Option(
+        "--in-memory", help="Write a recipe instead of weights: who opens the folder makes them in memory, in seconds."
+    ),
+]
 MtpOption = Annotated[bool, typer.Option("--mtp/--no-mtp", help="Whether there is an MTP head.")]
 
 
@@ -80,35 +86,41 @@ def synth(
     packed_signs: PackedSignsOption = False,
     mtp: MtpOption = True,
     predictable: PredictableOption = False,
+    in_memory: InMemoryOption = False,
 ) -> None:
     """Write a random but valid checkpoint, to try things out: its replies are noise.
 
-    With --preset full, four layers and the default n-gram table take about 7 GB.
+    With --preset full, four layers and the default n-gram table take about 7 GB, all 48 layers more than 50. With
+    --in-memory the folder takes no more than a few kilobytes.
     """
     from isobit.checkpoint.synth import synthesize
+    from isobit.checkpoint.synth_recipe import write_recipe
 
-    with _Progress() as progress:
-        synthesize(
-            folder,
-            preset,
-            layers=layers,
-            seed=seed,
-            codebook=codebook,
-            bits=_width(bits, "--bits"),
-            head_bits=_width(head_bits, "--head-bits"),
-            mtp_bits=_width(mtp_bits, "--mtp-bits"),
-            ngram_bits=ngram_bits,
-            ngram_rows=ngram_rows,
-            ngram_shards=ngram_shards,
-            embedding_bits=embedding_bits,
-            biases=biases,
-            packed_signs=packed_signs,
-            mtp=mtp,
-            predictable=predictable,
-            progress=progress,
-        )
-    written = sum(file.stat().st_size for file in folder.iterdir())
-    typer.echo(f"Wrote {folder} ({written / 1e6:,.0f} MB). See what it holds: isobit inspect {folder}")
+    options: dict[str, Any] = {
+        "preset": preset,
+        "layers": layers,
+        "seed": seed,
+        "codebook": codebook,
+        "bits": _width(bits, "--bits"),
+        "head_bits": _width(head_bits, "--head-bits"),
+        "mtp_bits": _width(mtp_bits, "--mtp-bits"),
+        "ngram_bits": ngram_bits,
+        "ngram_rows": ngram_rows,
+        "ngram_shards": ngram_shards,
+        "embedding_bits": embedding_bits,
+        "biases": biases,
+        "packed_signs": packed_signs,
+        "mtp": mtp,
+        "predictable": predictable,
+    }
+    if in_memory:
+        weights = write_recipe(folder, **options)
+        made = f"a recipe: {weights / 1e6:,.0f} MB of weights, made in memory when the folder is opened"
+    else:
+        with _Progress() as progress:
+            synthesize(folder, **options, progress=progress)
+        made = f"{sum(file.stat().st_size for file in folder.iterdir()) / 1e6:,.0f} MB"
+    typer.echo(f"Wrote {folder} ({made}). See what it holds: isobit inspect {folder}")
 
 
 def _width(text: str | None, flag: str) -> float | str | None:

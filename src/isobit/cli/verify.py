@@ -40,7 +40,7 @@ def verify(
     What another checkpoint, arithmetic version or device kind has computed cannot be compared; exit code 2 when that is
     so of all.
     """
-    from isobit.checkpoint.store import TensorStore
+    from isobit.checkpoint.opening import open_store
     from isobit.checkpoint.tokenizer import Tokenizer
     from isobit.engine.origin import origin_of
     from isobit.engine.placement import chosen_device
@@ -52,7 +52,7 @@ def verify(
         raise _none_comparable([str(record) for record in records])
     chosen = folder or _recorded_folder(file, records)
     computing = chosen_device(device)
-    origin = origin_of(TensorStore(chosen), device_kind(computing))
+    origin = origin_of(open_store(chosen), device_kind(computing))
     tokenizer = Tokenizer(chosen)
     prepared = [work.prepare(record, origin, tokenizer, prefill) for record in records]  # type: ignore[arg-type]
     if not any(isinstance(item, work.Task) or item.comparable for item in prepared):

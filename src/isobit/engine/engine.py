@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from isobit.checkpoint.reader import Checkpoint
+from isobit.checkpoint.opening import open_checkpoint
 from isobit.checkpoint.tokenizer import Tokenizer
 from isobit.engine import memory
 from isobit.engine.budget import allot
@@ -68,7 +68,7 @@ class Engine:
         self.settings = settings = settings or EngineSettings()
         if settings.threads is not None:
             set_threads(settings.threads)
-        checkpoint = Checkpoint(folder)
+        checkpoint = open_checkpoint(folder)
         self._store = checkpoint.store
         self.folder = Path(folder).resolve()
         self.name = self.folder.name

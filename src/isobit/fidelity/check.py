@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from isobit.checkpoint.config import FlashNextConfig
-from isobit.checkpoint.reader import Checkpoint
+from isobit.checkpoint.opening import open_checkpoint
 from isobit.checkpoint.tokenizer import Tokenizer
 from isobit.engine.memory import GIB, available, gib
 from isobit.errors import IsobitError
@@ -37,7 +37,7 @@ def check(
     they are random, keyed by `seed`. device: isobit's; the reference runs on the CPU. Raises IsobitError when the
     checkpoint, the text or the memory does not allow it.
     """
-    checkpoint = Checkpoint(folder)
+    checkpoint = open_checkpoint(folder)
     count = _count(checkpoint.config, tokens)
     ids = random_tokens(checkpoint.config, count, seed) if text is None else text_tokens(folder, text, count)
     reference = Reference(text_config(folder), table_gathers(checkpoint))
