@@ -121,6 +121,13 @@ DECODE_SHARE = Setting(
 )
 MTP_DRAFTS = Setting("mtp_drafts", int, 7, "Longest draft of the MTP head, in tokens; 0 for none of them.", 0, 12)
 NO_DRAFTS = Setting("no_drafts", bool, False, "Draft nothing: one row a reply token, the same replies.")
+PROFILE = Setting(
+    "profile",
+    bool,
+    False,
+    "Print time per op, of prompt rounds and decode rounds apart, after a first run that is not counted; never changes "
+    "a reply.",
+)
 PROMPT_CACHE_GIB = Setting(
     "prompt_cache_gib",
     float,

@@ -20,6 +20,7 @@ import numpy as np
 from isobit.checkpoint import exl3_folder
 from isobit.checkpoint.groups import padded
 from isobit.checkpoint.names import TensorGroup, published_name, required_tensors
+from isobit.checkpoint.opening import open_checkpoint
 from isobit.checkpoint.quantize import (
     QUANTIZER_VERSION,
     ordered_sum,
@@ -27,7 +28,6 @@ from isobit.checkpoint.quantize import (
     quantize_ngram_rows,
     stored_tensors,
 )
-from isobit.checkpoint.opening import open_checkpoint
 from isobit.checkpoint.reader import Checkpoint
 from isobit.checkpoint.store import NUMPY_TYPES, TensorInfo, TensorWriter
 from isobit.checkpoint.trellis import TILE, TILE_VALUES, check_width

@@ -73,7 +73,7 @@ class MemoryStore(TensorStore):
     def read(self, name: str) -> np.ndarray:
         """The tensor's values, C-contiguous; bfloat16 comes as uint16. Not to be changed: others may share them."""
         info, tensor = self.info(name), self._made[name]
-        if tensor.whole or tensor.count <= OWN_VALUES and not _is_numerous(name):
+        if tensor.whole or (tensor.count <= OWN_VALUES and not _is_numerous(name)):
             return _drawn(tensor, self.options.seed, name).reshape(info.shape)
         pool = self._pool(name, tensor)
         period = len(pool) // 2

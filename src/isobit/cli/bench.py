@@ -13,11 +13,13 @@ from isobit.cli.common import (
     Folder,
     Json,
     MemoryOption,
+    ProfileOption,
     SegmentRowsOption,
     ThreadsOption,
     follow,
     open_engine,
 )
+from isobit.cli.profile import print_profile, profile_of, start_over
 from isobit.errors import IsobitError
 
 if TYPE_CHECKING:
@@ -57,6 +59,7 @@ def prefill(
     device: DeviceOption = settings.DEVICE.default,
     memory_gib: MemoryOption = None,
     threads: ThreadsOption = None,
+    profile: ProfileOption = settings.PROFILE.default,
     as_json: Json = False,
 ) -> None:
     """Prompt speed of serial, batched and deep at several lengths, measured in turn.
@@ -65,18 +68,24 @@ def prefill(
     then medians of the ratios that each repeat gave.
     """
     counts = _counts(LENGTHS if lengths is None else lengths)
-    engine = open_engine(folder, device=device, memory_gib=memory_gib, segment_rows=segment_rows, threads=threads)
+    engine = open_engine(
+        folder, device=device, memory_gib=memory_gib, segment_rows=segment_rows, threads=threads, profile=profile
+    )
     try:
         counts = _within(engine.context, counts, named=lengths is not None)
         tokens = prompt_tokens(engine, max(counts))
         _warm_up(engine, tokens)
+        start_over(engine)
         results = [_result(count, _measure(engine, tokens[:count], repeats)) for count in counts]
     finally:
         engine.close()
+    timed = profile_of(engine)
     if as_json:
-        print(json.dumps({"segment_rows": segment_rows, "repeats": repeats, "lengths": results}))
+        measured = {"segment_rows": segment_rows, "repeats": repeats, "lengths": results}
+        print(json.dumps(measured if timed is None else {**measured, "profile": timed}))
     else:
         _report(results)
+        print_profile(timed)
 
 
 def _counts(lengths: str) -> list[int]:
@@ -98,6 +107,14 @@ def _within(window: int, counts: list[int], named: bool) -> list[int]:
         raise IsobitError(f"--lengths has {longest}: expected less than the window of {window}")
     print(f"isobit: {longest:,} tokens are beyond the window: measuring {window - 1:,} instead", file=sys.stderr)
     return sorted({min(count, window - 1) for count in counts})
+
+
+def shortened(what: str, default: int, most: int) -> int:
+    """A default length, or the `most` tokens that the window leaves for it, which the user is then told."""
+    if default <= most:
+        return default
+    print(f"isobit: {what} of {default:,} tokens is beyond the window: measuring {most:,} instead", file=sys.stderr)
+    return most
 
 
 def prompt_tokens(engine: "Engine", count: int, start: int = 0) -> tuple[int, ...]:

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from isobit import settings
-from isobit.cli.bench import bench, prompt_tokens
-from isobit.cli.common import DeviceOption, Folder, Json, MemoryOption, ThreadsOption, open_engine
+from isobit.cli.bench import bench, prompt_tokens, shortened
+from isobit.cli.common import DeviceOption, Folder, Json, MemoryOption, ProfileOption, ThreadsOption, open_engine
+from isobit.cli.profile import print_profile, profile_of, start_over
 from isobit.errors import IsobitError
 
 if TYPE_CHECKING:
@@ -21,10 +22,31 @@ if TYPE_CHECKING:
 
 STREAMS = (1, 2, 4, 8)
 PROMPTS = {"chat": 96, "code": 1024}  # tokens of a prompt
+LENGTH = 3000  # tokens of a resumed prompt
 RESUMED_TAIL = 16  # tokens of a resumed prompt that were not there before
+CONCURRENT_REPLY, DRAFTED_REPLY = 96, 128  # tokens of a reply
 
 Repeats = Annotated[int, typer.Option("--repeats", min=1, help="Alternating repeats; the median counts.")]
-Reply = Annotated[int, typer.Option("--reply-tokens", min=2, help="Tokens of each reply.")]
+
+
+def reply_option(default: int) -> Any:
+    return typer.Option(
+        "--reply-tokens",
+        min=2,
+        help=f"Tokens of each reply. Default: {default}, as far as the window goes.",
+        show_default=False,
+    )
+
+
+LengthOption = Annotated[
+    int | None,
+    typer.Option(
+        "--length",
+        min=64,
+        help=f"Prompt length in tokens. Default: {LENGTH:,}, as far as the window goes.",
+        show_default=False,
+    ),
+]
 
 
 @dataclass(frozen=True)
@@ -39,77 +61,95 @@ class Timed:
 def concurrent(
     folder: Folder,
     repeats: Repeats = 3,
-    reply_tokens: Reply = 96,
+    reply_tokens: Annotated[int | None, reply_option(CONCURRENT_REPLY)] = None,
     device: DeviceOption = settings.DEVICE.default,
     memory_gib: MemoryOption = None,
     threads: ThreadsOption = None,
+    profile: ProfileOption = settings.PROFILE.default,
     as_json: Json = False,
 ) -> None:
     """Reply tokens a second of 1, 2, 4 and 8 streams while all of them reply, and how long their first tokens take."""
     engine = open_engine(
-        folder, device=device, memory_gib=memory_gib, threads=threads, parallel=max(STREAMS), drafts=False
+        folder,
+        device=device,
+        memory_gib=memory_gib,
+        threads=threads,
+        parallel=max(STREAMS),
+        drafts=False,
+        profile=profile,
     )
     try:
-        submit_all(engine, requests(engine, "chat", 2, 4))
+        reply = fitting_reply(engine.context, reply_tokens, CONCURRENT_REPLY)
+        prompts = {kind: fitting_prompt(engine.context, kind, reply) for kind in PROMPTS}
+        for streams in STREAMS:
+            submit_all(engine, requests(engine, prompts["chat"], streams, min(4, reply)))
+        start_over(engine)
         runs: dict[tuple[str, int], list[list[Timed]]] = {}
         for _ in range(repeats):
-            for kind in PROMPTS:
+            for kind, length in prompts.items():
                 for streams in STREAMS:
-                    timed = submit_all(engine, requests(engine, kind, streams, reply_tokens))
-                    runs.setdefault((kind, streams), []).append(timed)
+                    timed = submit_all(engine, requests(engine, length, streams, reply))
+                    runs.setdefault((f"{kind} {length}", streams), []).append(timed)
         results = [concurrent_result(kind, streams, repeated, runs) for (kind, streams), repeated in runs.items()]
     finally:
         engine.close()
     report(
         as_json,
-        f"Streams of {reply_tokens} reply tokens, together",
+        f"Streams of {reply} reply tokens, together",
         tuple(results[0]),
         results,
+        profile_of(engine),
     )
 
 
 @bench.command()
 def resume(
     folder: Folder,
-    length: Annotated[int, typer.Option("--length", min=64, help="Prompt length in tokens.")] = 3000,
+    length: LengthOption = None,
     repeats: Repeats = 5,
     device: DeviceOption = settings.DEVICE.default,
     memory_gib: MemoryOption = None,
     threads: ThreadsOption = None,
+    profile: ProfileOption = settings.PROFILE.default,
     as_json: Json = False,
 ) -> None:
     """Time to the first token of a prompt that was computed before, but for its last tokens, against a fresh one."""
     from isobit.engine.request import Request
 
-    engine = open_engine(folder, device=device, memory_gib=memory_gib, threads=threads, prompt_cache_gib=1.0)
+    engine = open_engine(
+        folder, device=device, memory_gib=memory_gib, threads=threads, prompt_cache_gib=1.0, profile=profile
+    )
     try:
         fresh, resumed, reused = [], [], 0
+        rows = fitting_length(engine.context, length)
         for i in range(repeats + 1):
-            tokens = prompt_tokens(engine, length, start=1 + 37 * i)
+            tokens = prompt_tokens(engine, rows, start=1 + 37 * i)
             first = submit_all(engine, [Request(tokens, 1)])[0].finished
             again = submit_all(engine, [Request((*tokens, *tokens[:RESUMED_TAIL]), 1)])[0].finished
             reused = again.rows_reused
-            if i:
+            if not i:
+                start_over(engine)
+            else:
                 fresh.append(first.timings.first_token)
                 resumed.append(again.timings.first_token)
     finally:
         engine.close()
     ratio = statistics.median(a / b for a, b in zip(fresh, resumed, strict=True))
     row = {
-        "tokens": length,
+        "tokens": rows,
         "rows_reused": reused,
         "fresh_seconds": statistics.median(fresh),
         "resumed_seconds": statistics.median(resumed),
         "times_sooner": ratio,
     }
-    report(as_json, "First token, fresh and resumed", tuple(row), [row])
+    report(as_json, "First token, fresh and resumed", tuple(row), [row], profile_of(engine))
 
 
 @bench.command()
 def drafts(
     folder: Folder,
     repeats: Repeats = 9,
-    reply_tokens: Reply = 128,
+    reply_tokens: Annotated[int | None, reply_option(DRAFTED_REPLY)] = None,
     device: DeviceOption = settings.DEVICE.default,
     memory_gib: MemoryOption = None,
     threads: ThreadsOption = None,
@@ -129,17 +169,42 @@ def drafts(
     }
     spoil_drafts(engines["drafts, wrong"])
     try:
+        window = engines["neither"].context
+        reply = fitting_reply(window, reply_tokens, DRAFTED_REPLY)
+        length = fitting_prompt(window, "chat", reply)
         for i in range(repeats + 1):
             for name in rotated(list(variants), i):
                 engine = engines[name]
-                finished = submit_all(engine, requests(engine, "chat", 1, reply_tokens, first=i))[0].finished
+                finished = submit_all(engine, requests(engine, length, 1, reply, first=i))[0].finished
                 if i:
                     ends[name].append(finished)
     finally:
         for engine in engines.values():
             engine.close()
     results = [drafts_result(name, ends[name], ends["neither"]) for name in variants]
-    report(as_json, f"One stream of {reply_tokens} reply tokens", tuple(results[0]), results)
+    report(as_json, f"One stream of {reply} reply tokens", tuple(results[0]), results)
+
+
+def fitting_length(window: int, asked: int | None) -> int:
+    """Tokens of a resumed prompt that leave room for its tail and a reply; IsobitError where others were asked for."""
+    most = window - RESUMED_TAIL - 1
+    if asked is not None and asked > most:
+        raise IsobitError(f"--length is {asked}: expected {most} or less, for {RESUMED_TAIL + 1} more in the window")
+    if most < 1:
+        raise IsobitError(f"the window of {window} is too short to resume a prompt: expected more than {window - most}")
+    return shortened("a prompt", LENGTH, most) if asked is None else asked
+
+
+def fitting_reply(window: int, asked: int | None, default: int) -> int:
+    """Tokens of a reply that leave as many for its prompt, or those asked for; IsobitError where they leave none."""
+    if asked is not None and asked >= window:
+        raise IsobitError(f"--reply-tokens is {asked}: expected less than the window of {window}")
+    return shortened("a reply", default, window // 2) if asked is None else asked
+
+
+def fitting_prompt(window: int, kind: str, reply: int) -> int:
+    """Tokens of a prompt of the kind, as many as the reply leaves room for."""
+    return shortened(f"a {kind} prompt beside its reply", PROMPTS[kind], window - reply)
 
 
 def rotated(names: list[str], places: int) -> list[str]:
@@ -172,11 +237,10 @@ def spoil_drafts(engine: "Engine") -> None:
         proposer.propose = spoiled(proposer.propose)  # type: ignore[method-assign]
 
 
-def requests(engine: "Engine", kind: str, count: int, reply_tokens: int, first: int = 0) -> list["Request"]:
-    """Requests with prompts of a kind, each another part of the same text."""
+def requests(engine: "Engine", length: int, count: int, reply_tokens: int, first: int = 0) -> list["Request"]:
+    """Requests with prompts of `length` tokens, each another part of the same text."""
     from isobit.engine.request import Request, Sampling
 
-    length = PROMPTS[kind]
     return [
         Request(prompt_tokens(engine, length, start=(first + i) * length), reply_tokens, Sampling(seed=first + i))
         for i in range(count)
@@ -210,7 +274,7 @@ def concurrent_result(
     waits = sorted(timed.finished.timings.first_token for run in repeated for timed in run)
     ratios = [rate(run) / rate(one) for run, one in zip(repeated, runs[kind, 1], strict=True)]
     return {
-        "prompts": f"{kind} {PROMPTS[kind]}",
+        "prompts": kind,
         "streams": streams,
         "tokens_per_second": statistics.median(rate(run) for run in repeated),
         "to_one_stream": statistics.median(ratios),
@@ -234,10 +298,16 @@ def rate(run: list[Timed]) -> float:
     return tokens / (end - begin)
 
 
-def report(as_json: bool, title: str, columns: Sequence[str], rows: list[dict[str, Any]]) -> None:
-    """The rows as a table, or as JSON."""
+def report(
+    as_json: bool,
+    title: str,
+    columns: Sequence[str],
+    rows: list[dict[str, Any]],
+    profile: list[dict[str, Any]] | None = None,
+) -> None:
+    """The rows as a table, or as JSON: a list, or with a profile an object of both."""
     if as_json:
-        print(json.dumps(rows))
+        print(json.dumps(rows if profile is None else {"results": rows, "profile": profile}))
         return
     from rich.console import Console
     from rich.table import Table
@@ -248,3 +318,4 @@ def report(as_json: bool, title: str, columns: Sequence[str], rows: list[dict[st
     for row in rows:
         table.add_row(*(f"{row[c]:,.3g}" if isinstance(row[c], float) else str(row[c]) for c in columns))
     Console(highlight=False).print(table)
+    print_profile(profile)

@@ -53,20 +53,24 @@ ThreadsOption = Annotated[int | None, option(settings.THREADS)]
 SegmentRowsOption = Annotated[int | None, option(settings.SEGMENT_ROWS)]
 MtpDraftsOption = Annotated[int, option(settings.MTP_DRAFTS)]
 NoDraftsOption = Annotated[bool, option(settings.NO_DRAFTS)]
+ProfileOption = Annotated[bool, option(settings.PROFILE)]
 
 
-def open_engine(folder: Path, always_tell: bool = False, **chosen: Any) -> "Engine":
+def open_engine(folder: Path, always_tell: bool = False, profile: bool = False, **chosen: Any) -> "Engine":
     """Load the checkpoint; IsobitError when it cannot be served.
 
-    always_tell: on standard error that kernels are compiled first, where that is no terminal too. chosen: fields of
-    EngineSettings. Unless they say otherwise, there is one lane and nothing is kept, which is what a command needs that
-    sends one request after the other.
+    always_tell: on standard error that kernels are compiled first, where that is no terminal too. profile: whether its
+    ops are timed, for `isobit.cli.profile`. chosen: fields of EngineSettings. Unless they say otherwise, there is one
+    lane and nothing is kept, which is what a command needs that sends one request after the other.
     """
     from isobit.engine.engine import Engine, EngineSettings
+    from isobit.engine.profile import ProfiledRounds
+    from isobit.engine.rounds import Rounds
 
     if (always_tell or sys.stderr.isatty()) and kernels.none_kept():
         print(COMPILING, file=sys.stderr, flush=True)
-    return Engine(folder, EngineSettings(**{"parallel": 1, "prompt_cache_gib": 0.0, **chosen}))
+    options = EngineSettings(**{"parallel": 1, "prompt_cache_gib": 0.0, **chosen})
+    return Engine(folder, options, rounds=ProfiledRounds if profile else Rounds)
 
 
 def follow(engine: "Engine", request: "Request") -> Iterator["Event"]:

@@ -4,7 +4,7 @@ import json
 import os
 import secrets
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -18,18 +18,22 @@ from isobit.cli.common import (
     MemoryOption,
     MtpDraftsOption,
     NoDraftsOption,
+    ProfileOption,
     ThreadsOption,
     follow,
     open_engine,
     option,
     printable,
 )
+from isobit.cli.profile import print_profile, profile_of, start_over
 from isobit.errors import IsobitError
 
 if TYPE_CHECKING:
     from isobit.checkpoint.tokenizer import Tokenizer
     from isobit.engine.engine import Engine
     from isobit.engine.request import Finished, Request
+
+WARM_UP_TOKENS = 8  # of the reply before a profile, whose first calls load kernels
 
 PromptArgument = Annotated[
     str, typer.Argument(help="The prompt; - reads it from standard input, line ends and all.", show_default=False)
@@ -61,6 +65,7 @@ def generate(
     threads: ThreadsOption = None,
     mtp_drafts: MtpDraftsOption = settings.MTP_DRAFTS.default,
     no_drafts: NoDraftsOption = settings.NO_DRAFTS.default,
+    profile: ProfileOption = settings.PROFILE.default,
     as_json: Json = False,
 ) -> None:
     """Write one reply to the terminal."""
@@ -78,6 +83,7 @@ def generate(
         threads=threads,
         mtp_drafts=mtp_drafts,
         drafts=not no_drafts,
+        profile=profile,
     )
     try:
         from isobit.engine.request import Request, Sampling
@@ -93,13 +99,19 @@ def generate(
             prefill=prefill,  # type: ignore[arg-type]
             segment_rows=segment_rows,
         )
+        if profile:
+            _reply(engine, replace(request, max_tokens=min(request.max_tokens or 1, WARM_UP_TOKENS)), show=False)
+            start_over(engine)
         reply, finished = _reply(engine, request, show=not as_json)
-        if as_json:
-            print(json.dumps(_described(engine, request, reply, finished)))
-        else:
-            _say_what_else(finished, chosen if seed is None and temperature else None)
     finally:
         engine.close()
+    timed = profile_of(engine)
+    if as_json:
+        described = _described(engine, request, reply, finished)
+        print(json.dumps(described if timed is None else {**described, "profile": timed}))
+    else:
+        _say_what_else(finished, chosen if seed is None and temperature else None)
+        print_profile(timed, to_stderr=True)
 
 
 def _say_what_else(finished: "Finished", drawn_seed: int | None) -> None:
