@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from isobit.checkpoint.inspect import inspect_folder
 from isobit.checkpoint.reader import Checkpoint
+from isobit.cli.app import run as run_isobit
 from isobit.cli.synth import synth
 from isobit.errors import IsobitError
 
@@ -86,3 +87,33 @@ def test_a_terminated_synth_leaves_nothing_behind(tmp_path):
     assert process.returncode == 128 + signal.SIGTERM
     assert said == ""
     assert list(tmp_path.iterdir()) == []
+
+
+def isobit(capsys, *arguments: str) -> tuple[int, str, str]:
+    code = run_isobit(list(arguments))
+    return code, *capsys.readouterr()
+
+
+def test_a_recipe_is_a_checkpoint_to_other_commands_and_the_same_one_elsewhere(tmp_path, capsys):
+    folders = [str(tmp_path / name) for name in ("one", "same", "other")]
+    for folder, seed in zip(folders, "112", strict=True):
+        code, out, _ = isobit(
+            capsys, "synth", folder, "--preset", "test", "--layers", "2", "--seed", seed, "--in-memory"
+        )
+        assert code == 0
+        assert f"Wrote {folder} (a recipe: 4 MB of weights, made in memory when the folder is opened)" in out
+    code, shown, _ = isobit(capsys, "inspect", folders[0])
+    assert code == 0
+    assert "synthetic weights in memory" in shown
+    asked = ("hi", "--max-tokens", "6", "--seed", "3", "--ignore-eos", "--json", "--device", "cpu")
+    code, reply, _ = isobit(capsys, "generate", folders[0], *asked)
+    assert code == 0
+    (tmp_path / "reply.json").write_text(reply)
+    assert isobit(capsys, "verify", str(tmp_path / "reply.json"), folders[1], "--device", "cpu")[0] == 0
+    code, _, error = isobit(capsys, "verify", str(tmp_path / "reply.json"), folders[2], "--device", "cpu")
+    assert code == 2
+    assert "checkpoint" in error
+    code, _, error = isobit(capsys, "convert", folders[0], str(tmp_path / "new"), "--bits", "3")
+    assert code == 2
+    assert error.count("\n") == 1
+    assert "quantized" in error

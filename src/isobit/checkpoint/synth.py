@@ -50,20 +50,20 @@ def synthesize(
     layout, text_config = plan_layout(SynthOptions(preset, **options))
     files = _files(layout, file_bytes)
     size = sum(tensor.nbytes for tensors in files.values() for tensor in tensors.values())
-    with whole_folder(folder, size) as unfinished:
+    target = Path(folder).absolute()
+    with whole_folder(target, size) as unfinished:
         write_texts(unfinished, layout, text_config)
         _write_listings(unfinished, layout, files)
         _write_tensors(unfinished, files, layout.seed, progress or (lambda done, total: None))
-    return Path(folder).absolute()
+    return target
 
 
 @contextmanager
-def whole_folder(folder: str | Path, nbytes: int) -> Iterator[Path]:
-    """An empty folder to fill with about `nbytes`, which then becomes `folder`; nothing is left behind on an error.
+def whole_folder(target: Path, nbytes: int) -> Iterator[Path]:
+    """An empty folder to fill with about `nbytes`, which then becomes `target`; nothing is left behind on an error.
 
     Raises IsobitError for a folder that is in use, or too small a disk.
     """
-    target = Path(folder).absolute()
     _check_target(target, nbytes)
     try:
         with unfinished_folder(target) as partial, _named_as(partial, target):

@@ -5,6 +5,7 @@ a checkpoint of the real size is there in seconds. They are a function of the op
 """
 
 import hashlib
+import math
 import re
 from collections.abc import Hashable
 from pathlib import Path
@@ -23,6 +24,7 @@ from isobit.checkpoint.synth_values import Tensor
 from isobit.errors import CheckpointError, IsobitError
 
 POOL_VALUES = 4_194_301  # a prime, so that rows cut from a repeated pool do not repeat
+ALIGNED_VALUES = 8  # of two bytes or more
 OWN_VALUES = 1 << 16  # a tensor of no more values has its own
 
 
@@ -78,8 +80,8 @@ class MemoryStore(TensorStore):
         pool = self._pool(name, tensor)
         period = len(pool) // 2
         start = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little") % period
-        # Rings begin with their scale, and what a fill draws together stays together.
-        start -= start % max(tensor.unit, 1)
+        # Rings begin with their scale, what a fill draws together stays together, and kernels read aligned words.
+        start -= start % math.lcm(tensor.unit, ALIGNED_VALUES)
         if tensor.count <= period:
             return pool[start : start + tensor.count].reshape(tensor.shape)
         return np.resize(pool[start : start + period], tensor.shape)
@@ -94,9 +96,13 @@ class MemoryStore(TensorStore):
             raise CheckpointError(f"{info.file}: {name} has {len(rows)} rows, asked for {first} to {first + count}")
         return rows[first : first + count]
 
+    def close(self) -> None:
+        """Give up the memory that only further reads would need."""
+        self._pools.clear()
+
     def _pool(self, name: str, tensor: Tensor) -> np.ndarray:
         """Values of the tensor's kind, in whole units, twice. They depend on nothing but what is in the key."""
-        kind, unit = re.sub(r"\d+", "#", name), max(tensor.unit, 1)
+        kind, unit = re.sub(r"\d+", "#", name), tensor.unit
         key = kind, tensor.dtype, unit, tensor.fill
         if key not in self._pools:
             count = max(POOL_VALUES // unit, 2) * unit

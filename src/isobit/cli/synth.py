@@ -118,8 +118,8 @@ def synth(
         made = f"a recipe: {weights / 1e6:,.0f} MB of weights, made in memory when the folder is opened"
     else:
         with _Progress() as progress:
-            synthesize(folder, **options, progress=progress)
-        made = f"{sum(file.stat().st_size for file in folder.iterdir()) / 1e6:,.0f} MB"
+            written = synthesize(folder, **options, progress=progress)
+        made = f"{sum(file.stat().st_size for file in written.iterdir()) / 1e6:,.0f} MB"
     typer.echo(f"Wrote {folder} ({made}). See what it holds: isobit inspect {folder}")
 
 

@@ -79,6 +79,7 @@ class Engine:
         segment_rows = settings.segment_rows or placement.segment_rows
         self.settings = settings = replace(settings, segment_rows=segment_rows)
         self.model = model or load_model(checkpoint, load_ops(placement.device), self.context)
+        checkpoint.close()
         loaded, limit = placement.loaded(), placement.limit(settings.memory_gib)
         cache_bytes = int(settings.prompt_cache_gib * memory.GIB)
         self.budget = allot(self.model, limit, loaded, settings.parallel, cache_bytes)
