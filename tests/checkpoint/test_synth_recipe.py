@@ -133,6 +133,7 @@ def test_a_copy_has_the_same_identity_and_any_option_another(folder, copy):
     chosen = [SynthOptions("test"), SynthOptions("test", seed=1), SynthOptions("test", bits=3), SynthOptions("demo")]
     assert len({recipe_digest(options) for options in chosen}) == len(chosen)
     assert recipe_digest(SynthOptions("test", bits=3.0)) == recipe_digest(SynthOptions("test", bits=3))
+    assert recipe_digest(SynthOptions("test", overrides={})) == recipe_digest(SynthOptions("test"))
 
 
 def test_options_are_kept_in_the_recipe(tmp_path):

@@ -79,12 +79,12 @@ def recipe_digest(options: SynthOptions) -> str:
 
 
 def _content(options: SynthOptions) -> dict[str, Any]:
-    """The recipe as JSON: every option, whole widths as integers."""
+    """The recipe as JSON: every option, what says the same written in the same way."""
     values = {
         name: int(value) if isinstance(value, float) and value.is_integer() else value
         for name, value in asdict(options).items()
     }
-    return {"version": RECIPE_VERSION, "options": values}
+    return {"version": RECIPE_VERSION, "options": values | {"overrides": options.overrides or None}}
 
 
 def _problem(error: ValidationError) -> str:
