@@ -3,6 +3,7 @@
 import hashlib
 import json
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -93,6 +94,20 @@ def test_a_tensor_has_its_values_in_any_order_and_again(options, monkeypatch):
     backwards = {name: other.read(name).tobytes() for name in reversed(names)}
     assert backwards == forwards
     assert all(one.read(name).tobytes() == forwards[name] for name in names[::7])
+
+
+def test_threads_read_the_same_values_and_make_each_pool_once(monkeypatch):
+    monkeypatch.setattr(synth_memory, "POOL_VALUES", 65_537)
+    drawn = []
+    draw = synth_memory._drawn
+    monkeypatch.setattr(synth_memory, "_drawn", lambda tensor, *key: drawn.append(tensor.count) or draw(tensor, *key))
+    store, alone = (SyntheticCheckpoint("demo", layers=1).store for _ in range(2))
+    names = [name for name in store.names if ".experts." in name and not name.endswith(".mul1")]
+    with ThreadPoolExecutor(8) as threads:
+        together = list(threads.map(store.read, names))
+    made = len(drawn)
+    assert all(np.array_equal(one, alone.read(name)) for one, name in zip(together, names, strict=True))
+    assert len(drawn) == 2 * made == 2 * 2 * 9
 
 
 def test_tensors_are_aligned_as_those_read_from_files_are(monkeypatch):

@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Hashable
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -63,7 +64,7 @@ class SyntheticCheckpoint(Checkpoint):
 
 
 class MemoryStore(TensorStore):
-    """A `TensorStore` without files, over tensors that are made when they are read."""
+    """A `TensorStore` without files, over tensors that are made when they are read, by any number of threads."""
 
     def __init__(self, tensors: dict[str, Tensor], options: SynthOptions, folder: Path):
         self.folder, self.options = folder, options
@@ -71,6 +72,7 @@ class MemoryStore(TensorStore):
         self._made = tensors
         self._tensors = {name: _info(name, tensor, folder) for name, tensor in tensors.items()}
         self._pools: dict[Hashable, np.ndarray] = {}
+        self._making = Lock()
 
     def read(self, name: str) -> np.ndarray:
         """The tensor's values, C-contiguous; bfloat16 comes as uint16. Not to be changed: others may share them."""
@@ -104,11 +106,12 @@ class MemoryStore(TensorStore):
         """Values of the tensor's kind, in whole units, twice. They depend on nothing but what is in the key."""
         kind, unit = re.sub(r"\d+", "#", name), tensor.unit
         key = kind, tensor.dtype, unit, tensor.fill
-        if key not in self._pools:
-            count = max(POOL_VALUES // unit, 2) * unit
-            drawn = Tensor(tensor.dtype, (count,), tensor.fill, unit)
-            self._pools[key] = np.tile(_drawn(drawn, self.options.seed, kind), 2)
-        return self._pools[key]
+        with self._making:
+            if key not in self._pools:
+                count = max(POOL_VALUES // unit, 2) * unit
+                drawn = Tensor(tensor.dtype, (count,), tensor.fill, unit)
+                self._pools[key] = np.tile(_drawn(drawn, self.options.seed, kind), 2)
+            return self._pools[key]
 
 
 def _info(name: str, tensor: Tensor, folder: Path) -> TensorInfo:
