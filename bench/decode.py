@@ -22,14 +22,13 @@ from isobit.model.load import load_model
 from isobit.model.plan import Plan, Segment
 from isobit.model.state import StatePool, Stream
 from isobit.ops import load_ops, set_threads
+from op_times import Calls, timed
 
 ROW_COUNTS = (1, 2, 3, 4, 8)
 PROMPT = 96  # tokens
 CONTEXT = 4096
 SHOWN_OPS = 8
 WARM_UP = 3  # repeats that do not count
-
-Calls = list[tuple[str, float]]
 
 
 def main() -> int:
@@ -103,18 +102,6 @@ class Forwards:
 
     def _tokens(self, count: int) -> tuple[int, ...]:
         return tuple(self.rng.integers(0, self.model.config.vocab_size, count).tolist())
-
-
-def timed(name: str, function, calls: Calls):
-    """The function, with its name and processor time noted in `calls`."""
-
-    def call(*arguments, **keywords):
-        begin = time.thread_time()
-        result = function(*arguments, **keywords)
-        calls.append((name, time.thread_time() - begin))
-        return result
-
-    return call
 
 
 def ratio(seconds: list[float], one_row: list[float]) -> float:

@@ -23,13 +23,12 @@ from isobit.model.plan import Plan, Segment
 from isobit.model.state import StatePool
 from isobit.ops import load_ops, set_threads
 from isobit.ops.batch import PAGE_ROWS
+from op_times import Calls, timed
 
 SEGMENTS = {"serial": 1, "batched": 64, "deep": 1024}
 BATCHED_LIMIT = 0.97
 SERIAL_ROWS = 150  # of the prompt; a serial row costs about the same everywhere
 ELSEWHERE = "between ops"
-
-Calls = list[tuple[str, float]]
 
 
 def main() -> int:
@@ -56,18 +55,6 @@ def main() -> int:
     else:
         show(result)
     return 0 if to_batched >= BATCHED_LIMIT else 1
-
-
-def timed(name: str, function, calls: Calls):
-    """The function, with its name and processor time noted in `calls`."""
-
-    def call(*arguments, **keywords):
-        begin = time.thread_time()
-        result = function(*arguments, **keywords)
-        calls.append((name, time.thread_time() - begin))
-        return result
-
-    return call
 
 
 def cost(model: FlashNext, mode: str, options: argparse.Namespace, calls: Calls) -> dict[str, float]:

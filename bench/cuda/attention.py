@@ -5,12 +5,13 @@ at the rate of its second-level cache) or the operations at its float32 rate. St
 neighbouring rows share few blocks but by chance; `alike` stands for rows that select the same ones.
 """
 
-import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 import torch
+from timing import CLOCK, COPY_RATE, FLOAT_LANES, Entry, graph_milliseconds, show
 
 from isobit.cuda import memory
 from isobit.cuda.batch import placed
@@ -19,8 +20,7 @@ from isobit.ops.sparse_attention import cuda
 
 HEADS, KV_HEADS, HEAD_DIM, INDEX_HEADS, INDEX_DIM, BUDGET, BLOCK, ROTARY = 24, 2, 256, 4, 128, 2048, 4, 64
 KEPT = BUDGET // BLOCK
-COPY_RATE, CACHE_RATE = 4.3e12, 5.5e12
-FLOAT_LANES, CLOCK = 128, 1.75e9  # of a multiprocessor
+CACHE_RATE = 5.5e12  # bytes a second
 LANE_SUM = INDEX_DIM + 31  # operations of one product of index keys
 STAGINGS = (
     cuda.Staging(32, 3, rows=3, through_l1=True),
@@ -33,26 +33,6 @@ STAGINGS = (
 )
 ALIKE_ROWS = 64
 Shape = tuple[int, int, int]  # streams, rows of each, the position of its first
-
-
-def milliseconds(action: Callable[[], object], repeats: int) -> float:
-    """The GPU's time of one action: the median of graphs that run it several times."""
-    for _ in range(2):
-        action()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(repeats):
-            action()
-    times = []
-    for _ in range(5):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) / repeats)
-    return statistics.median(times)
 
 
 def prepare(positions: int) -> cuda.Attention:
@@ -132,7 +112,7 @@ def filled(cache: AttentionCache) -> AttentionCache:
     return cache
 
 
-def times_of(shape: Shape, stagings: bool) -> Iterator[dict]:
+def times_of(shape: Shape, stagings: bool) -> Iterator[Entry]:
     lab = Lab(shape)
     streams, rows, first = shape
     repeats = 20 if lab.batch.rows <= cuda.MOST_FEW_ROWS else 2
@@ -144,7 +124,7 @@ def times_of(shape: Shape, stagings: bool) -> Iterator[dict]:
     ]
     where = f"{streams} streams of {rows} rows from {first}"
     for what, action, floor in actions:
-        yield {"what": f"{what}, {where}", "ms": milliseconds(action, repeats), "floor_ms": 1e3 * floor}
+        yield {"what": f"{what}, {where}", "ms": graph_milliseconds([action], repeats), "floor_ms": 1e3 * floor}
     if not stagings:
         return
     alike, chosen = lab.alike(), cuda.MANY
@@ -154,20 +134,20 @@ def times_of(shape: Shape, stagings: bool) -> Iterator[dict]:
             name = f"{staging.stages} stages of {staging.keys} keys, {staging.rows} rows a block"
             name += ", through L1" if staging.through_l1 else ""
             for what, picked in (("read", selection), ("read, alike", alike)):
-                taken = milliseconds(lambda picked=picked: lab.read(picked), repeats)  # type: ignore[misc]
+                taken = graph_milliseconds([partial(lab.read, picked)], repeats)
                 yield {"what": f"{what}, {where}, {name}", "ms": taken, "floor_ms": 1e3 * lab.read_floor()}
     finally:
         cuda.MANY = chosen
 
 
-def times(quick: bool) -> list[dict]:
+def times(quick: bool) -> Iterator[Entry]:
     """One entry an op and shape: what, ms, floor_ms."""
     shapes = [(1, 1, 255), (1, 1, 4095), (4, 1, 4095), (64, 1, 4095), (1, 6144, 0)]
     if not quick:
         shapes += [(1, 8, 4095), (8, 8, 4095), (1, 1, 131071), (1, 1, 262143), (1, 3001, 0), (1, 2048, 32768)]
-    return [entry for shape in shapes for entry in times_of(shape, stagings=shape == (1, 6144, 0))]
+    for shape in shapes:
+        yield from times_of(shape, stagings=shape == (1, 6144, 0))
 
 
 if __name__ == "__main__":
-    for entry in times("--quick" in sys.argv):
-        print(f"{entry['what']:88} {entry['ms']:9.4f} ms   floor {entry['floor_ms']:8.4f}", flush=True)
+    show(times("--quick" in sys.argv))

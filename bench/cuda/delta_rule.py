@@ -3,12 +3,12 @@
 Milliseconds a layer, beside the time that the bytes take at the card's copy rate or the operations at its float32 rate.
 """
 
-import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import torch
+from timing import CLOCK, COPY_RATE, FLOAT_LANES, Action, Entry, graph_milliseconds, show
 
 from isobit.cuda import memory
 from isobit.cuda.batch import placed
@@ -19,8 +19,6 @@ from isobit.ops.ngram_embedding import cuda as ngram
 KEY_HEADS, VALUE_HEADS, DIM, TAPS = 16, 48, 128, 4
 CHANNELS, VALUES = (2 * KEY_HEADS + VALUE_HEADS) * DIM, VALUE_HEADS * DIM
 STREAMS, HIDDEN, DILATION = 4, 2560, 3
-COPY_RATE = 4.3e12
-FLOAT_LANES, CLOCK = 128, 1.75e9  # of a multiprocessor
 SLOTS = 8
 
 
@@ -31,26 +29,6 @@ def batch_of(segments: int, rows: int) -> Batch:
     batch = Batch(np.arange(segments, dtype=np.int32), starts, none, np.zeros((segments, 1), np.int32))
     placed(batch)
     return batch
-
-
-def milliseconds(action: Callable[[], object], repeats: int) -> float:
-    """The GPU's time of one action: the median of graphs that run it several times."""
-    for _ in range(2):
-        action()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(repeats):
-            action()
-    times = []
-    for _ in range(5):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) / repeats)
-    return statistics.median(times)
 
 
 class Lab:
@@ -74,7 +52,7 @@ class Lab:
         self.states = memory.zeros((SLOTS, VALUE_HEADS, DIM, DIM))
         self.ngram_state = memory.zeros((SLOTS, DILATION * (TAPS - 1), wide))
 
-    def actions(self, batch: Batch) -> Iterator[tuple[str, Callable[[], object], float]]:
+    def actions(self, batch: Batch) -> Iterator[tuple[str, Action, float]]:
         """(op, what to run, the time in milliseconds that it cannot fall below)."""
         rows, segments, handle = batch.rows, batch.segments, self.handle
         state_bytes = segments * VALUE_HEADS * DIM * DIM * 4
@@ -96,22 +74,19 @@ class Lab:
         )
 
 
-def times(quick: bool) -> list[dict]:
+def times(quick: bool) -> Iterator[Entry]:
     """One entry an op and shape: what, ms, floor_ms."""
     shapes = [(1, 1), (8, 1), (1, 8), (1, 64), (1, 6144)]
     if not quick:
         shapes += [(4, 1), (8, 8), (1, 512), (1, 2048), (2, 3072), (1, 8192)]
     lab = Lab(max(segments * rows for segments, rows in shapes))
-    results = []
     for segments, rows in shapes:
         batch = batch_of(segments, rows)
         repeats = 20 if batch.rows <= 64 else 2
         for op, action, floor in lab.actions(batch):
             what = f"{op}, {segments} streams of {rows} rows"
-            results.append({"what": what, "ms": milliseconds(action, repeats), "floor_ms": floor})
-    return results
+            yield {"what": what, "ms": graph_milliseconds([action], repeats), "floor_ms": floor}
 
 
 if __name__ == "__main__":
-    for entry in times("--quick" in sys.argv):
-        print(f"{entry['what']:40} {entry['ms']:9.4f} ms   floor {entry['floor_ms']:8.4f}", flush=True)
+    show(times("--quick" in sys.argv))

@@ -7,17 +7,18 @@ products at its tensor rate. Few rows run in a graph of calls that choose expert
 import statistics
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 import torch
+from timing import COPY_RATE, TENSOR_RATE, Action, Entry, graph_milliseconds, milliseconds, show
 
 from isobit.checkpoint.weights import CODEBOOKS
 from isobit.cuda import kernels, memory
 from isobit.ops.experts import cuda
 from isobit.ops.experts.cuda_layers import BLOCK, LAYER, PlacedLayers
 
-COPY_RATE, TENSOR_RATE = 4.3e12, 7.0e14
 EXPERTS, CHOSEN, HIDDEN, INNER = 512, 10, 2560, 640
 BITS, SHARED_BITS = 3, 4
 FORMATS = {bits: 32 * CODEBOOKS.index("mul1") + 2 * bits for bits in (BITS, SHARED_BITS)}
@@ -78,33 +79,7 @@ def random_inputs(rows: int) -> Inputs:
     return tuple(memory.to_device(a) for a in (torch.randn(rows, HIDDEN), chosen.int(), torch.rand(rows, CHOSEN)))
 
 
-def timed(action: Callable[[], object]) -> float:
-    """Median milliseconds of an action on the GPU."""
-    action()
-    times = []
-    for _ in range(REPEATS):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        action()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end))
-    return statistics.median(times)
-
-
-def in_graph(actions: list[Callable[[], object]]) -> float:
-    """Milliseconds of one of the actions, run in turn from a graph."""
-    for action in actions:
-        action()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for action in actions:
-            action()
-    return timed(graph.replay) / len(actions)
-
-
-def by_kernel(action: Callable[[], object]) -> dict[str, float]:
+def by_kernel(action: Action) -> dict[str, float]:
     """Milliseconds of each kernel that an action launches, by name."""
     marks: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
     launch = kernels.Kernel.__call__
@@ -129,13 +104,13 @@ def by_kernel(action: Callable[[], object]) -> dict[str, float]:
     return {name: statistics.median(taken) for name, taken in times.items()}
 
 
-def entry(what: str, taken: float, floor: float, rate: str = "-") -> dict:
+def entry(what: str, taken: float, floor: float, rate: str = "-") -> Entry:
     return {"what": what, "ms": taken, "floor_ms": floor, "rate": rate}
 
 
-def few_times(handle: cuda.ExpertsHandle, rows: int) -> Iterator[dict]:
+def few_times(handle: cuda.ExpertsHandle, rows: int) -> Iterator[Entry]:
     calls = [random_inputs(rows) for _ in range(CALLS)]
-    taken = in_graph([lambda call=call: cuda.experts(*call, handle) for call in calls])
+    taken = graph_milliseconds([partial(cuda.experts, *call, handle) for call in calls])
     distinct = statistics.mean(len(ids.unique()) for _, ids, _ in calls)
     size = EXPERT_VALUES * (distinct * BITS + SHARED_BITS) / 8
     yield entry(
@@ -155,7 +130,7 @@ VARIANTS = (  # of how warps share the work: TURNS, ENOUGH_BLOCKS, MOST_FUSED_RO
 )
 
 
-def variant_times(handle: cuda.ExpertsHandle, rows: int) -> Iterator[dict]:
+def variant_times(handle: cuda.ExpertsHandle, rows: int) -> Iterator[Entry]:
     """Few rows with other constants than the op's own; the outputs' bytes are the same."""
     calls = [random_inputs(rows) for _ in range(CALLS)]
     for variant in VARIANTS:
@@ -163,7 +138,7 @@ def variant_times(handle: cuda.ExpertsHandle, rows: int) -> Iterator[dict]:
         try:
             for name, value in variant.items():
                 setattr(cuda, name, value)
-            taken = in_graph([lambda call=call: cuda.experts(*call, handle) for call in calls])
+            taken = graph_milliseconds([partial(cuda.experts, *call, handle) for call in calls])
         finally:
             for name, value in own.items():
                 setattr(cuda, name, value)
@@ -171,42 +146,37 @@ def variant_times(handle: cuda.ExpertsHandle, rows: int) -> Iterator[dict]:
         yield entry(f"  {rows} rows, {label}", taken, 0.0)
 
 
-def many_times(handle: cuda.ExpertsHandle, rows: int) -> Iterator[dict]:
+def many_times(handle: cuda.ExpertsHandle, rows: int) -> Iterator[Entry]:
     call = random_inputs(rows)
     operations = 2.0 * rows * (CHOSEN + 1) * EXPERT_VALUES
 
     def run() -> None:
         cuda.experts(*call, handle, cuda.MANY_ROWS)
 
-    taken = timed(run)
+    taken = milliseconds(run)
     rate = f"{operations / taken / 1e9:.0f} TFLOP/s"
     yield entry(f"experts, {rows} rows", taken, 1e3 * operations / TENSOR_RATE, rate)
     for name, part in by_kernel(run).items():
         yield entry(f"  {name}", part, 0.0)
 
 
-def route_times(rows: int) -> Iterator[dict]:
+def route_times(rows: int) -> Iterator[Entry]:
     logits = torch.randn((rows, EXPERTS), device=memory.device())
-    taken = in_graph([lambda: cuda.route(logits, CHOSEN, True)] * CALLS)
+    taken = graph_milliseconds([partial(cuda.route, logits, CHOSEN, True)], CALLS)
     yield entry(f"route, {rows} rows", taken, 1e3 * logits.nbytes / COPY_RATE)
 
 
-def times(quick: bool) -> list[dict]:
+def times(quick: bool) -> Iterator[Entry]:
     """One entry a number of rows and a kernel: what, ms, floor_ms, rate."""
     handle = random_handle()
-    found: list[dict] = []
     for rows in (1, 4, 64) if quick else (1, 2, 4, 8, 9, 16, 32, 64):
-        found += few_times(handle, rows)
-        found += variant_times(handle, rows)
+        yield from few_times(handle, rows)
+        yield from variant_times(handle, rows)
     for rows in (6144,) if quick else (65, 256, 1024, 3001, 6144, 8192):
-        found += many_times(handle, rows)
+        yield from many_times(handle, rows)
     for rows in (1, 64, 6144):
-        found += route_times(rows)
-    return found
+        yield from route_times(rows)
 
 
 if __name__ == "__main__":
-    for found in times("--quick" in sys.argv):
-        print(
-            f"{found['what']:56} {found['ms']:9.4f} ms   floor {found['floor_ms']:8.4f}   {found['rate']}", flush=True
-        )
+    show(times("--quick" in sys.argv))

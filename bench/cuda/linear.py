@@ -4,19 +4,18 @@ Milliseconds a call, rotations included, beside the time that the stored weights
 products at its tensor rate. Few rows run in a graph over layers that together are larger than the second-level cache.
 """
 
-import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from unittest.mock import patch
 
 import torch
+from timing import COPY_RATE, TENSOR_RATE, Entry, graph_milliseconds, milliseconds, show
 
 from isobit.cuda import memory
 from isobit.ops.linear import cuda, cuda_products
 from isobit.ops.linear.cuda_layers import BLOCK, TILE, HalfLayer, TrellisLayer, trellis_defines
 
-COPY_RATE, TENSOR_RATE = 4.3e12, 7.0e14
 CACHE_BYTES = 160 << 20  # of distinct weights, so that every call reads its own from memory
 MOST_LAYERS = 48
 TRELLIS = ((2560, 12288, 3), (2560, 98304, 3), (2560, 98304, 4), (6144, 2560, 4), (2560, 10240, 4), (2560, 512, 4))
@@ -28,33 +27,6 @@ SHAPES = tuple(
     for fused in (True, False)
 )
 MANY = ((2560, 12288, 4), (6144, 2560, 4), (2560, 640, 4))
-
-
-def milliseconds(actions: Sequence[Callable[[], object]], rounds: int = 1) -> float:
-    """The GPU's time of one of the actions, run in turn: the median of graphs."""
-    for action in actions[:2]:
-        action()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(rounds):
-            for action in actions:
-                action()
-    return timed(graph.replay, 7) / (rounds * len(actions))
-
-
-def timed(action: Callable[[], object], repeats: int) -> float:
-    """Median milliseconds of an action."""
-    action()
-    times = []
-    for _ in range(repeats):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        action()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end))
-    return statistics.median(times)
 
 
 def trellis_layer(inputs: int, outputs: int, bits: int) -> TrellisLayer:
@@ -86,21 +58,21 @@ def copies(make: Callable[[], TrellisLayer | HalfLayer]) -> list:
 
 def few_rows(layers: list, rows: int) -> float:
     x = torch.randn((rows, layers[0].in_features), device=memory.device())
-    return milliseconds([partial(cuda.linear, x, layer) for layer in layers])
+    return graph_milliseconds([partial(cuda.linear, x, layer) for layer in layers])
 
 
-def entry(what: str, taken: float, floor: float, amount: float, unit: str) -> dict:
+def entry(what: str, taken: float, floor: float, amount: float, unit: str) -> Entry:
     """amount: bytes or operations of the call, shown as a rate in `unit` a second (T)."""
     return {"what": what, "ms": taken, "floor_ms": 1e3 * floor, "rate": f"{amount / taken / 1e9:.3f} {unit}"}
 
 
-def few_times(layers: list, name: str, row_counts: Sequence[int]) -> Iterator[dict]:
+def few_times(layers: list, name: str, row_counts: Sequence[int]) -> Iterator[Entry]:
     size = layers[0].nbytes
     for rows in row_counts:
         yield entry(f"{name}, {rows} rows", few_rows(layers, rows), size / COPY_RATE, size, "TB/s")
 
 
-def shape_times(layers: list, name: str, rows: int) -> Iterator[dict]:
+def shape_times(layers: list, name: str, rows: int) -> Iterator[Entry]:
     """One layer through every shape of a block, to choose among them."""
     size = layers[0].nbytes
     for shape in SHAPES:
@@ -110,57 +82,53 @@ def shape_times(layers: list, name: str, rows: int) -> Iterator[dict]:
         yield entry(what, taken, size / COPY_RATE, size, "TB/s")
 
 
-def many_times(inputs: int, outputs: int, bits: int, rows: int) -> Iterator[dict]:
+def many_times(inputs: int, outputs: int, bits: int, rows: int) -> Iterator[Entry]:
     """A layer of a prompt and its parts; the product on cuBLAS, where it gives the bits, and on the own kernel."""
     layer = trellis_layer(inputs, outputs, bits)
     x = torch.randn((rows, inputs), device=memory.device())
     operations, floor = 2.0 * rows * inputs * outputs, 2.0 * rows * inputs * outputs / TENSOR_RATE
     name = f"{inputs}x{outputs} {bits} bits, {rows} rows"
     for what, how in (("by choice", cuda.MANY_ROWS), ("own product", cuda.OWN_PRODUCT)):
-        taken = timed(partial(cuda.linear, x, layer, how), 5)
+        taken = milliseconds(partial(cuda.linear, x, layer, how), 5)
         yield entry(f"{name}, {what}", taken, floor, operations, "TFLOP/s")
-    yield entry(f"{name}, expand", timed(partial(cuda.expanded, layer), 5), 2.0 * inputs * outputs / COPY_RATE, 0, "-")
+    expand = milliseconds(partial(cuda.expanded, layer), 5)
+    yield entry(f"{name}, expand", expand, 2.0 * inputs * outputs / COPY_RATE, 0, "-")
     weights, part = cuda.expanded(layer), next(cuda_products.passes(rows, outputs, layer.shards))
     count, width = part.stored_rows, part.outputs
     halves = torch.randn((1, count, inputs), device=memory.device()).half()
     sums = memory.empty((layer.shards, 1, count, width))
     own_x, y = torch.randn((count, inputs), device=memory.device()), memory.empty((count, outputs))
-    rotate_in = timed(partial(cuda.round_inputs, own_x, layer, halves), 5)
-    rotate_out = timed(partial(cuda.finish_outputs, sums, layer, y), 5)
+    rotate_in = milliseconds(partial(cuda.round_inputs, own_x, layer, halves), 5)
+    rotate_out = milliseconds(partial(cuda.finish_outputs, sums, layer, y), 5)
     yield entry(f"{name}, {count} rows rotated in", rotate_in, 6.0 * count * inputs / COPY_RATE, 0, "-")
     outputs_floor = 4.0 * (layer.shards + 1) * count * width / COPY_RATE
     yield entry(f"{name}, {count} rows, {width} outputs rotated out", rotate_out, outputs_floor, 0, "-")
     operations = 2.0 * count * inputs * width
     for what, own in (("cuBLAS or own", False), ("own", True)):
         multiply = partial(cuda_products.products, halves[0], weights[:width], layer.shard_bounds, sums[:, 0], own)
-        product = timed(multiply, 5)
+        product = milliseconds(multiply, 5)
         what = f"{name}, product of {count} rows, {width} outputs, {what}"
         yield entry(what, product, operations / TENSOR_RATE, operations, "TFLOP/s")
 
 
-def times(quick: bool) -> list[dict]:
+def times(quick: bool) -> Iterator[Entry]:
     """One entry a shape: what, ms, floor_ms, rate."""
-    found: list[dict] = []
     for inputs, outputs, bits in TRELLIS if quick else (*TRELLIS, *MORE_TRELLIS):
         layers = copies(partial(trellis_layer, inputs, outputs, bits))
         name = f"{inputs}x{outputs} {bits} bits"
-        found += few_times(layers, name, (1, 8, 16, 64) if quick else (1, 2, 4, 8, 16, 32, 64))
+        yield from few_times(layers, name, (1, 8, 16, 64) if quick else (1, 2, 4, 8, 16, 32, 64))
         if outputs == 98304:
             with patch.object(cuda, "WIDE_COLUMNS", 1 << 20):
-                found += few_times(layers, f"{name}, in turns", (1, 16))
+                yield from few_times(layers, f"{name}, in turns", (1, 16))
         if not quick and (inputs, outputs) in ((2560, 12288), (6144, 2560), (2560, 98304), (2560, 512)):
-            found += shape_times(layers, name, 1)
-            found += shape_times(layers, name, 8) if outputs == 12288 else []
+            for rows in (1, 8) if outputs == 12288 else (1,):
+                yield from shape_times(layers, name, rows)
     for inputs, outputs in PLAIN:
         layers = copies(partial(half_layer, inputs, outputs))
-        found += few_times(layers, f"{inputs}x{outputs} plain", (1, 8, 64) if quick else (1, 4, 8, 16, 64))
+        yield from few_times(layers, f"{inputs}x{outputs} plain", (1, 8, 64) if quick else (1, 4, 8, 16, 64))
     for inputs, outputs, bits in MANY[:2] if quick else MANY:
-        found += many_times(inputs, outputs, bits, 6144)
-    return found
+        yield from many_times(inputs, outputs, bits, 6144)
 
 
 if __name__ == "__main__":
-    for found in times("--quick" in sys.argv):
-        print(
-            f"{found['what']:72} {found['ms']:9.4f} ms   floor {found['floor_ms']:8.4f}   {found['rate']}", flush=True
-        )
+    show(times("--quick" in sys.argv))

@@ -6,15 +6,15 @@ states. Without --quick also every other shape of the kernel, and whole layers w
 Exit code 1 if a limit is missed or a state differs. --compile needs no GPU: it compiles the kernels for an H200.
 """
 
-import statistics
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from timing import Entry, show, wall_milliseconds
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -34,6 +34,7 @@ CLOCK, LANES = 1.755e9, 128  # hertz; instructions a clock of a multiprocessor
 STATE_INSTRUCTIONS = 5  # difference, square and sum, comparison, its mark, minimum
 CHECKED_TILES = 24
 WAVES = 3
+REPEATS = 3
 QUICK_WIDTHS = (2, 3, 4, 5)
 OTHER_SHAPES: dict[float, tuple[SearchShape, ...]] = {
     2: (SearchShape((2, 2), 1, 1, True, 1024), SearchShape((2, 2), 1, 2, False)),
@@ -54,19 +55,6 @@ OTHER_SHAPES: dict[float, tuple[SearchShape, ...]] = {
 LAYERS = ((2560, 640, 3), (640, 2560, 3), (2560, 12288, 4))
 
 
-def timed(action: Callable[[], object], repeats: int = 3) -> float:
-    """Median milliseconds of an action on the GPU."""
-    action()
-    times = []
-    for _ in range(repeats):
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        action()
-        torch.cuda.synchronize()
-        times.append(1e3 * (time.perf_counter() - begin))
-    return statistics.median(times)
-
-
 def floor_ms(tiles: int, bits: float) -> float:
     """What the search's states take at the rate of issue."""
     steps = TILE_VALUES + 2 * seam_window(TILE_VALUES, fresh_bits(bits))
@@ -74,7 +62,7 @@ def floor_ms(tiles: int, bits: float) -> float:
     return 1e3 * states * STATE_INSTRUCTIONS / (CLOCK * LANES * memory.multiprocessors())
 
 
-def search_times(bits: float, shapes: tuple[SearchShape, ...]) -> Iterator[dict]:
+def search_times(bits: float, shapes: tuple[SearchShape, ...]) -> Iterator[Entry]:
     """The search in each shape: full waves of tiles."""
     blocks = memory.multiprocessors()
     for number, shape in enumerate(shapes):
@@ -83,8 +71,8 @@ def search_times(bits: float, shapes: tuple[SearchShape, ...]) -> Iterator[dict]
         targets = values * np.float32(BEST_DEVIATION["mul1"][bits])
         placed = memory.to_device(targets)
         found = memory.to_host(search_cuda.search(placed, bits, "mul1", shape)).view(np.uint16)
-        ms = timed(partial(search_cuda.search, placed, bits, "mul1", shape))
-        entry: dict = {
+        ms = wall_milliseconds(partial(search_cuda.search, placed, bits, "mul1", shape), REPEATS)
+        entry: Entry = {
             "what": f"search, {bits} bits, {shape.threads} threads x {shape.together} rings, "
             f"{shape.buffers} buffers{'' if shape.table_in_shared else ', table in L2'}",
             "ms": ms,
@@ -96,7 +84,7 @@ def search_times(bits: float, shapes: tuple[SearchShape, ...]) -> Iterator[dict]
         yield entry
 
 
-def verdict(values: np.ndarray, targets: np.ndarray, found: np.ndarray, bits: float) -> dict:
+def verdict(values: np.ndarray, targets: np.ndarray, found: np.ndarray, bits: float) -> dict[str, Any]:
     """Whether the error is within its limit and some states are the CPU's."""
     share, limit = error(values, found, "mul1"), ERROR_LIMITS.get(bits, 1)
     equal = np.array_equal(found[:CHECKED_TILES], search_on_cpu(targets[:CHECKED_TILES], bits, "mul1", threads=2))
@@ -104,11 +92,13 @@ def verdict(values: np.ndarray, targets: np.ndarray, found: np.ndarray, bits: fl
     return {"good": equal and share <= limit, "checked": f"error {share:.6f} of {limit:.4f}, {states}"}
 
 
-def layer_times(inputs: int, outputs: int, bits: float) -> dict:
+def layer_times(inputs: int, outputs: int, bits: float) -> Entry:
     """A whole layer from host weights to host tensors."""
     weight = np.random.default_rng(21).standard_normal((outputs, inputs)).astype(np.float32)
     bench = GpuWorkbench()
-    ms = timed(lambda: quantize_linear(weight, bits, name="layer", bench=bench))
+    quantize = partial(quantize_linear, weight, bits, name="layer", bench=bench)
+    quantize()
+    ms = wall_milliseconds(quantize, REPEATS)
     return {
         "what": f"layer {inputs}x{outputs}, {bits} bits, all steps",
         "ms": ms,
@@ -122,14 +112,12 @@ def shapes_of(bits: float, quick: bool) -> tuple[SearchShape, ...]:
     return (search_cuda.best_shape(bits), *(() if quick else OTHER_SHAPES.get(bits, ())))
 
 
-def times(quick: bool) -> list[dict]:
+def times(quick: bool) -> Iterator[Entry]:
     """One entry a measurement: what, ms, floor_ms, rate; `good` and `checked` where bits and error were checked."""
-    found: list[dict] = []
     for bits in QUICK_WIDTHS if quick else WIDTHS:
-        found += search_times(bits, shapes_of(bits, quick))
+        yield from search_times(bits, shapes_of(bits, quick))
     for inputs, outputs, bits in LAYERS[:1] if quick else LAYERS:
-        found.append(layer_times(inputs, outputs, bits))
-    return found
+        yield layer_times(inputs, outputs, bits)
 
 
 def compile_all(quick: bool) -> None:
@@ -143,10 +131,9 @@ def compile_all(quick: bool) -> None:
 
 def main(quick: bool) -> int:
     good = True
-    for result in times(quick):
-        good = good and result.get("good", True)
-        line = f"{result['what']:66} {result['ms']:9.2f} ms   floor {result['floor_ms']:8.2f}   {result['rate']}"
-        print(f"{line}   {result.get('checked', '')}", flush=True)
+    for entry in times(quick):
+        show([entry])
+        good = good and entry.get("good", True)
     return 0 if good else 1
 
 

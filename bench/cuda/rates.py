@@ -4,35 +4,26 @@ Of each operation: thousand millions a millisecond, and cycles that a scheduler 
 makes a multiplication take two. "byte sums" are by integer tensor product, four words of a lane at once.
 """
 
-import statistics
-
 import torch
+from timing import milliseconds
 
 from isobit.cuda import kernels, memory
 
 OPERATIONS = ("multiply", "dp4a", "byte_perm", "funnel shift", "fma_half2", "byte sums", "codebook value")
 SOURCE = "../../bench/cuda/rates.cu"  # below the package
-BLOCKS_A_PROCESSOR, THREADS, CHAINS, COUNT, REPEATS = 4, 256, 8, 2048, 7
+BLOCKS_A_PROCESSOR, THREADS, CHAINS, COUNT = 4, 256, 8, 2048
 
 
-def milliseconds(operation: int) -> float:
+def time_of(operation: int) -> float:
     """The median time of COUNT operations of every chain of every thread."""
     blocks = BLOCKS_A_PROCESSOR * memory.multiprocessors()
     out = memory.empty((blocks * THREADS,), torch.int32)
     kernel = kernels.load(SOURCE, "operations", OPERATION=operation)
-    times = []
-    for _ in range(REPEATS):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        kernel(blocks, THREADS, out, 7, COUNT)
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end))
-    return statistics.median(times)
+    return milliseconds(lambda: kernel(blocks, THREADS, out, 7, COUNT))
 
 
 def main() -> None:
-    taken = [milliseconds(i) for i in range(len(OPERATIONS))]
+    taken = [time_of(i) for i in range(len(OPERATIONS))]
     done = BLOCKS_A_PROCESSOR * memory.multiprocessors() * THREADS * CHAINS * COUNT / 1e9
     for name, each in zip(OPERATIONS, taken, strict=True):
         print(f"{name:16} {done / each:7.2f} G/ms   {2 * each / taken[0]:5.2f} cycles a warp", flush=True)

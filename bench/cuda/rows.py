@@ -5,13 +5,13 @@ take at the card's copy rate (or products at its tensor rate, where that is more
 sites that together are larger than the second-level cache.
 """
 
-import statistics
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import numpy as np
 import torch
+from timing import COPY_RATE, TENSOR_RATE, Action, Entry, graph_milliseconds, show
 
 from isobit.checkpoint.weights import PlainEmbedding
 from isobit.cuda import memory
@@ -27,38 +27,14 @@ from isobit.ops.sample import cuda as sampling
 
 STREAMS, HIDDEN, RANK, VOCABULARY = 4, 2560, 320, 248_320
 WIDE = STREAMS * HIDDEN
-COPY_RATE, TENSOR_RATE = 4.3e12, 7.0e14
 FLOAT = 4
 SITES = 16  # of 13 MB of weights each
 EPS = 1e-6
-Action = Callable[[], object]
-Entry = dict[str, object]
-
-
-def milliseconds(actions: Sequence[Action], rounds: int = 1) -> float:
-    """The GPU's time of one of the actions, run in turn: the median of graphs."""
-    for action in actions[:2]:
-        action()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(rounds):
-            for action in actions:
-                action()
-    times = []
-    for _ in range(7):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) / (rounds * len(actions)))
-    return statistics.median(times)
 
 
 def entry(what: str, actions: Sequence[Action], nbytes: float, operations: float = 0.0, rounds: int = 1) -> Entry:
     floor = max(nbytes / COPY_RATE, operations / TENSOR_RATE)
-    return {"what": what, "ms": milliseconds(actions, rounds), "floor_ms": 1e3 * floor}
+    return {"what": what, "ms": graph_milliseconds(actions, rounds), "floor_ms": 1e3 * floor}
 
 
 def layer(inputs: int, outputs: int) -> HalfLayer:
@@ -186,18 +162,17 @@ def sample_entries(rows: int) -> Iterator[Entry]:
         yield entry(f"top_logprobs, {rows} rows{kind}", [partial(sampling.top_logprobs, logits, 20)], logits.nbytes)
 
 
-def times(quick: bool) -> list[Entry]:
+def times(quick: bool) -> Iterator[Entry]:
     """One entry an op and shape: what, ms, floor_ms."""
     sites = [site() for _ in range(SITES)]
     few, many = ((1, 8), (6144,)) if quick else ((1, 2, 4, 8, 16, 32, 64), (512, 2048, 6144, 8192))
-    entries: list[Entry] = []
     for rows in (*few, *many):
-        entries += [*read_entries(sites, rows), *write_entries(rows), *row_entries(rows)]
+        yield from read_entries(sites, rows)
+        yield from write_entries(rows)
+        yield from row_entries(rows)
     for rows in (1, 4) if quick else (1, 4, 16, 64):
-        entries += sample_entries(rows)
-    return entries
+        yield from sample_entries(rows)
 
 
 if __name__ == "__main__":
-    for line in times("--quick" in sys.argv):
-        print(f"{line['what']:56} {line['ms']:9.4f} ms   floor {line['floor_ms']:8.4f}", flush=True)
+    show(times("--quick" in sys.argv))
