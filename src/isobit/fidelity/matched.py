@@ -18,11 +18,13 @@ from transformers.models.qwen4_exp.modeling_qwen4_exp import eager_attention_for
 
 from isobit.checkpoint.names import required_tensors
 from isobit.checkpoint.reader import Checkpoint
-from isobit.checkpoint.trellis import BLOCK, dequantize_inner
+from isobit.checkpoint.trellis import BLOCK
 from isobit.checkpoint.weights import Exl3Linear
 from isobit.fidelity.parameters import reference_name
 from isobit.fidelity.reference import Reference
+from isobit.fidelity.tensors import inner_values
 
+CPU = torch.device("cpu")
 HALF_CACHE = "isobit_half_cache"
 HALF_MAX = 65504.0
 ROTATION = float(np.float32(1 / np.sqrt(128)))
@@ -37,14 +39,14 @@ def matched_roundings(reference: Reference, checkpoint: Checkpoint) -> Iterator[
     attention, config._attn_implementation = config._attn_implementation, HALF_CACHE
     with ExitStack() as stack:
         stack.callback(setattr, config, "_attn_implementation", attention)
-        for name, forward in _forwards(checkpoint):
+        for name, forward in _forwards(checkpoint, reference.device):
             module = reference.model.get_submodule(name)
             module.forward = forward
             stack.callback(delattr, module, "forward")
         yield
 
 
-def _forwards(checkpoint: Checkpoint) -> Iterator[tuple[str, Forward]]:
+def _forwards(checkpoint: Checkpoint, device: torch.device) -> Iterator[tuple[str, Forward]]:
     experts: dict[str, None] = {}
     for group in required_tensors(checkpoint.config, mtp=False):
         if ".experts." in group.name:
@@ -52,32 +54,31 @@ def _forwards(checkpoint: Checkpoint) -> Iterator[tuple[str, Forward]]:
         elif group.kind == "linear":
             linear = checkpoint.linear(group.name)
             if isinstance(linear, Exl3Linear):
-                yield reference_name(group.name), exl3_forward(linear)
+                yield reference_name(group.name), exl3_forward(linear, device)
     for name in experts:
-        yield reference_name(name), _experts_forward(checkpoint, name)
+        yield reference_name(name), _experts_forward(checkpoint, name, device)
 
 
-def exl3_forward(linear: Exl3Linear) -> Forward:
+def exl3_forward(linear: Exl3Linear, device: torch.device = CPU) -> Forward:
     """y = ((half((x * suh) H) W_q) H) * svh + bias, float32 [..., in_features] -> [..., out_features]."""
-    suh, svh = (torch.from_numpy(scale.astype(np.float32)) for scale in (linear.suh, linear.svh))
-    bias = None if linear.bias is None else torch.from_numpy(linear.bias.astype(np.float32))
+    suh, svh = (torch.from_numpy(scale.astype(np.float32)).to(device) for scale in (linear.suh, linear.svh))
+    bias = None if linear.bias is None else torch.from_numpy(linear.bias.astype(np.float32)).to(device)
 
     def forward(x: torch.Tensor) -> torch.Tensor:
-        inner = torch.from_numpy(dequantize_inner(linear).T.astype(np.float32))
         rotated = half(rotate(F.pad(x, (0, linear.k - linear.in_features)) * suh))
-        y = rotate(F.linear(rotated, inner)) * svh
+        y = rotate(F.linear(rotated, inner_values(linear, device).T)) * svh
         y = y if bias is None else y + bias
         return y[..., : linear.out_features]
 
     return forward
 
 
-def _experts_forward(checkpoint: Checkpoint, name: str) -> Forward:
+def _experts_forward(checkpoint: Checkpoint, name: str, device: torch.device) -> Forward:
     def part(expert: int, projection: str) -> Forward:
         linear = checkpoint.linear(f"{name}.{expert}.{projection}")
         if isinstance(linear, Exl3Linear):
-            return exl3_forward(linear)
-        weight = torch.from_numpy(np.array(linear.weight, np.float32))
+            return exl3_forward(linear, device)
+        weight = torch.from_numpy(np.array(linear.weight, np.float32)).to(device)
         return lambda x: F.linear(x, weight)
 
     def forward(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

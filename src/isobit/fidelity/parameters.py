@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -20,6 +20,26 @@ NGRAM_CONSTANTS = {
 }
 
 
+class Arrays(Protocol):
+    """Where weights are dequantized to: NumPy's arrays, or the tensors of a device (`tensors.DeviceArrays`)."""
+
+    def dense(self, linear: Linear) -> Any:
+        """The weight as PyTorch has it: float32 [out_features, in_features]."""
+
+    def empty(self, shape: tuple[int, ...]) -> Any:
+        """float32, uninitialised."""
+
+
+class HostArrays:
+    """NumPy's arrays."""
+
+    def dense(self, linear: Linear) -> np.ndarray:
+        return dense(linear)
+
+    def empty(self, shape: tuple[int, ...]) -> np.ndarray:
+        return np.empty(shape, np.float32)
+
+
 def text_config(folder: Path) -> dict[str, Any]:
     """The text config of config.json as it stands, not as isobit understands it."""
     outer = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -33,19 +53,21 @@ def reference_name(canonical: str) -> str:
     return canonical if is_outside(canonical) else f"model.{canonical}"
 
 
-def parameters(checkpoint: Checkpoint, mtp: bool = False) -> Iterator[tuple[str, np.ndarray]]:
+def parameters(checkpoint: Checkpoint, mtp: bool = False, arrays: Arrays | None = None) -> Iterator[tuple[str, Any]]:
     """All parameters of the text model by transformers' names, float32; n-gram constants int64, tables left out.
 
-    mtp: with the MTP head's, which transformers has no place for.
+    mtp: with the MTP head's, which transformers has no place for. arrays: where linear layers are dequantized to
+    (None: NumPy's arrays); the other parameters are NumPy's arrays always.
     """
+    arrays = arrays or HostArrays()
     fused: dict[str, None] = {}
     for group in required_tensors(checkpoint.config, mtp):
         if ".experts." in group.name:
             fused[group.name.split(".experts.")[0] + ".experts"] = None
         else:
-            yield from _parameters_of(checkpoint, group)
+            yield from _parameters_of(checkpoint, group, arrays)
     for name in fused:
-        yield from _fused_experts(checkpoint, name)
+        yield from _fused_experts(checkpoint, name, arrays)
 
 
 def table_gathers(checkpoint: Checkpoint) -> dict[int, Callable[[np.ndarray], np.ndarray]]:
@@ -53,11 +75,11 @@ def table_gathers(checkpoint: Checkpoint) -> dict[int, Callable[[np.ndarray], np
     return {layer: _gather(checkpoint.ngram_table(layer)) for layer in checkpoint.config.ple_layers}
 
 
-def _parameters_of(checkpoint: Checkpoint, group: TensorGroup) -> Iterator[tuple[str, np.ndarray]]:
+def _parameters_of(checkpoint: Checkpoint, group: TensorGroup, arrays: Arrays) -> Iterator[tuple[str, Any]]:
     name = reference_name(group.name)
     if group.kind == "linear":
         linear = checkpoint.linear(group.name)
-        yield f"{name}.weight", dense(linear)
+        yield f"{name}.weight", arrays.dense(linear)
         if linear.bias is not None:
             yield f"{name}.bias", linear.bias[: linear.out_features].astype(np.float32)
     elif group.kind == "vector":
@@ -71,11 +93,11 @@ def _parameters_of(checkpoint: Checkpoint, group: TensorGroup) -> Iterator[tuple
             yield f"{parent}.{constant}", np.array(getattr(table, field), np.int64)
 
 
-def _fused_experts(checkpoint: Checkpoint, name: str) -> Iterator[tuple[str, np.ndarray]]:
+def _fused_experts(checkpoint: Checkpoint, name: str, arrays: Arrays) -> Iterator[tuple[str, Any]]:
     config = checkpoint.config
     inner, hidden = config.moe_intermediate_size, config.hidden_size
-    gate_up = np.empty((config.num_experts, 2 * inner, hidden), np.float32)
-    down = np.empty((config.num_experts, hidden, inner), np.float32)
+    gate_up = arrays.empty((config.num_experts, 2 * inner, hidden))
+    down = arrays.empty((config.num_experts, hidden, inner))
     for expert in range(config.num_experts):
         parts = {part: checkpoint.linear(f"{name}.{expert}.{part}") for part in ("gate_proj", "up_proj", "down_proj")}
         for linear in parts.values():
@@ -84,9 +106,9 @@ def _fused_experts(checkpoint: Checkpoint, name: str) -> Iterator[tuple[str, np.
                     f"{linear.name}: has a bias, which transformers' experts cannot hold; "
                     "isobit fidelity needs a checkpoint whose experts have none"
                 )
-        gate_up[expert, :inner] = dense(parts["gate_proj"])
-        gate_up[expert, inner:] = dense(parts["up_proj"])
-        down[expert] = dense(parts["down_proj"])
+        gate_up[expert, :inner] = arrays.dense(parts["gate_proj"])
+        gate_up[expert, inner:] = arrays.dense(parts["up_proj"])
+        down[expert] = arrays.dense(parts["down_proj"])
     yield reference_name(f"{name}.gate_up_proj"), gate_up
     yield reference_name(f"{name}.down_proj"), down
 

@@ -1,4 +1,4 @@
-"""transformers' own Flash Next text model as the reference: float32, on the CPU, ties to the lower id, choices forced.
+"""transformers' own Flash Next text model as the reference: float32, ties to the lower id, choices forced.
 
 The model's code is used as it is. Its two calls of `topk` are answered here: scores and choices are recorded, ties go
 to the lower id (PyTorch's own order is not defined), and a choice may be forced.
@@ -35,17 +35,21 @@ class NgramRows(torch.nn.Module):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """int64 [..., heads] -> float32 [..., heads, width]."""
-        return torch.from_numpy(np.ascontiguousarray(self.gather(ids.numpy()), np.float32))
+        rows = np.ascontiguousarray(self.gather(ids.cpu().numpy()), np.float32)
+        return torch.from_numpy(rows).to(ids.device)
 
 
 class Reference:
     """A Flash Next text model of transformers whose parameters are yet to come (`load`)."""
 
-    def __init__(self, text_config: Mapping[str, Any], tables: Mapping[int, GatherRows]):
-        """text_config: that of config.json; tables: a gather of n-gram rows for each PLE layer.
+    def __init__(
+        self, text_config: Mapping[str, Any], tables: Mapping[int, GatherRows], device: torch.device | str = "cpu"
+    ):
+        """text_config: that of config.json; tables: a gather of n-gram rows for each PLE layer; device: where it runs.
 
         Raises CheckpointError when transformers refuses the config.
         """
+        self.device = torch.device(device)
         self.model = _empty_model(text_config)
         for layer, gather in tables.items():
             self.model.model.layers[layer].ple.ple_embedding.ngram_embedding = NgramRows(gather)
@@ -63,14 +67,17 @@ class Reference:
         """Bytes of the parameters, those of the n-gram tables left out."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.model.state_dict().values())
 
-    def load(self, parameters: Iterable[tuple[str, np.ndarray]]) -> None:
-        """Take the parameters (float32, or int64 for the n-gram constants). Raises CheckpointError if some misfit."""
+    def load(self, parameters: Iterable[tuple[str, Any]]) -> None:
+        """Take the parameters, arrays or tensors (float32, or int64 for the n-gram constants), one by one.
+
+        Raises CheckpointError if some misfit.
+        """
         shapes, tensors = self.shapes, {}
         for name, array in parameters:
-            if shapes.get(name) != array.shape:
+            if shapes.get(name) != tuple(array.shape):
                 expected = shapes.get(name, "no such tensor")
-                raise CheckpointError(f"{name}: shape {array.shape}, but transformers expects {expected}")
-            tensors[name] = torch.from_numpy(array)
+                raise CheckpointError(f"{name}: shape {tuple(array.shape)}, but transformers expects {expected}")
+            tensors[name] = torch.as_tensor(array).to(self.device)
         missing = sorted(shapes.keys() - tensors.keys())
         if missing:
             raise CheckpointError(f"{missing[0]}: transformers needs it, but the checkpoint gives no such tensor")
@@ -92,12 +99,12 @@ class Reference:
         those are recorded.
         """
         patch, tap = TopkPatch(forced or {}), BoundaryTap(given)
-        with torch.no_grad(), self._places_told_to(patch), patch, ExitStack() as stack:
+        with torch.no_grad(), whole_float32(), self._places_told_to(patch), patch, ExitStack() as stack:
             if record_boundaries or given is not None:
                 stack.enter_context(tap.attached(self.model))
-            ids = torch.from_numpy(np.asarray(tokens, np.int64))[None]
+            ids = torch.from_numpy(np.asarray(tokens, np.int64))[None].to(self.device)
             output = self.model(input_ids=ids, use_cache=False)
-        return Run(output.logits[0].float().numpy(), patch.recording, tap.taken)
+        return Run(to_host(output.logits[0]), patch.recording, tap.taken)
 
     @contextmanager
     def _places_told_to(self, patch: "TopkPatch") -> Iterator[None]:
@@ -113,6 +120,26 @@ class Reference:
         finally:
             for hook in hooks:
                 hook.remove()
+
+
+@contextmanager
+def whole_float32() -> Iterator[None]:
+    """While in this context, float32 products and convolutions are not cut to fewer bits (TF32)."""
+    convolutions: Any = torch.backends.cudnn
+    precision = torch.get_float32_matmul_precision()
+    before = convolutions.allow_tf32, convolutions.deterministic
+    try:
+        torch.set_float32_matmul_precision("highest")
+        convolutions.allow_tf32, convolutions.deterministic = False, True
+        yield
+    finally:
+        torch.set_float32_matmul_precision(precision)
+        convolutions.allow_tf32, convolutions.deterministic = before
+
+
+def to_host(values: torch.Tensor) -> np.ndarray:
+    """A tensor's values in float32, on the host."""
+    return values.float().cpu().numpy()
 
 
 class TopkPatch(TorchFunctionMode):
@@ -138,7 +165,7 @@ class TopkPatch(TorchFunctionMode):
         def end(_module: Any, _inputs: Any, output: Any) -> None:
             self._at = None
             if kind == "router":
-                record.scores = list(output[0].float().numpy())
+                record.scores = list(to_host(output[0]))
 
         return [module.register_forward_pre_hook(begin), module.register_forward_hook(end)]
 
@@ -151,20 +178,20 @@ class TopkPatch(TorchFunctionMode):
         return self._select(*args[:2])
 
     def _route(self, probabilities: torch.Tensor, count: int) -> Any:
-        ids = torch.stack([self._choose(row, count) for row in probabilities])
+        chosen = np.stack([self._choose(row, count) for row in to_host(probabilities)])
+        ids = torch.from_numpy(chosen).to(probabilities.device)
         return torch.return_types.topk((probabilities.gather(-1, ids), ids))
 
     def _select(self, scores: torch.Tensor, count: int) -> Any:
-        ids = self._choose(scores, count)
+        ids = torch.from_numpy(self._choose(to_host(scores), count)).to(scores.device)
         return torch.return_types.topk((scores[ids], ids))
 
-    def _choose(self, scores: torch.Tensor, count: int) -> torch.Tensor:
+    def _choose(self, scores: np.ndarray, count: int) -> np.ndarray:
         assert self._at is not None
         record = self.recording[self._at]
-        values = scores.numpy().copy()
         forced = self.forced.get(Place(*self._at, len(record.chosen)))
-        record.add(values, best(values, count), forced)
-        return torch.from_numpy(record.chosen[-1])
+        record.add(scores.copy(), best(scores, count), forced)
+        return record.chosen[-1]
 
 
 class BoundaryTap:
@@ -203,8 +230,8 @@ class BoundaryTap:
         return self._pass(mixed[0])[None]
 
     def _pass(self, values: torch.Tensor) -> torch.Tensor:
-        self.taken.append(values.numpy().copy())
-        return values if self.given is None else torch.from_numpy(self.given[len(self.taken) - 1])
+        self.taken.append(to_host(values).copy())
+        return values if self.given is None else torch.from_numpy(self.given[len(self.taken) - 1]).to(values.device)
 
 
 def _empty_model(text_config: Mapping[str, Any]) -> Qwen4ExpForCausalLM:
