@@ -26,11 +26,13 @@ def fidelity(
     device: DeviceOption = settings.DEVICE.default,
     memory_gib: Annotated[
         float | None,
-        typer.Option(help="The most memory to use, in GiB. Default: what is free.", min=0.0, show_default=False),
+        typer.Option(
+            help="The most memory of the device to use, in GiB. Default: what is free.", min=0.0, show_default=False
+        ),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
 ) -> None:
-    """Compare a checkpoint's logits with transformers' own model, which runs on the CPU in float32.
+    """Compare a checkpoint's logits with transformers' own model, which runs in float32 on the same device.
 
     Every position whose best token differs is traced to the near tie that explains it. Exit code 0 when all positions
     agree or are so explained, 1 otherwise. Needs the extra "fidelity": PyTorch and transformers.

@@ -21,6 +21,18 @@ LayersOption = Annotated[
     int | None,
     typer.Option(min=1, max=512, help="Decoder layers, every fourth one attention. Default: 4.", show_default=False),
 ]
+ExpertsOption = Annotated[
+    int | None,
+    typer.Option(min=1, max=4096, help="Routed experts of a layer. Default: the preset's.", show_default=False),
+]
+IndexerBudgetOption = Annotated[
+    int | None,
+    typer.Option(
+        min=4,
+        help="Keys that a row of attention selects, a multiple of 4. Default: the preset's.",
+        show_default=False,
+    ),
+]
 SeedOption = Annotated[int, typer.Option(help="Every value follows from it: same seed, same bytes.")]
 CodebookOption = Annotated[
     str, typer.Option(metavar="3inst|mcg|mul1|mixed", help="Codebook of the quantized linears; mixed: one a tensor.")
@@ -73,6 +85,8 @@ def synth(
     folder: Target,
     preset: PresetOption = "demo",
     layers: LayersOption = None,
+    experts: ExpertsOption = None,
+    indexer_budget: IndexerBudgetOption = None,
     seed: SeedOption = 0,
     codebook: CodebookOption = "mul1",
     bits: BitsOption = None,
@@ -112,6 +126,7 @@ def synth(
         "packed_signs": packed_signs,
         "mtp": mtp,
         "predictable": predictable,
+        "overrides": _overrides(num_experts=experts, indexer_budget=indexer_budget),
     }
     if in_memory:
         weights = write_recipe(folder, **options)
@@ -121,6 +136,11 @@ def synth(
             written = synthesize(folder, **options, progress=progress)
         made = f"{sum(file.stat().st_size for file in written.iterdir()) / 1e6:,.0f} MB"
     typer.echo(f"Wrote {folder} ({made}). See what it holds: isobit inspect {folder}")
+
+
+def _overrides(**fields: int | None) -> dict[str, int]:
+    """The fields of the text config that were given."""
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def _width(text: str | None, flag: str) -> float | str | None:

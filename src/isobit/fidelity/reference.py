@@ -7,12 +7,15 @@ to the lower id (PyTorch's own order is not defined), and a choice may be forced
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from inspect import unwrap
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch.overrides import TorchFunctionMode
+from transformers.models.qwen4_exp import modeling_qwen4_exp
 from transformers.models.qwen4_exp.configuration_qwen4_exp import Qwen4ExpTextConfig
 from transformers.models.qwen4_exp.modeling_qwen4_exp import Qwen4ExpForCausalLM, Qwen4ExpTextRotaryEmbedding
 from transformers.utils import logging
@@ -21,6 +24,9 @@ from isobit.errors import CheckpointError
 from isobit.fidelity.choices import ChoiceKind, Forced, LayerChoices, Place, Recording, Run, best
 
 logging.set_verbosity_error()  # it would advise installing GPU kernels
+
+# What transformers lets other packages replace.
+REPLACEABLE = ("causal_conv1d_fn", "torch_chunk_gated_delta_rule")
 
 GatherRows = Callable[[np.ndarray], np.ndarray]
 
@@ -98,23 +104,30 @@ class Reference:
         forced: replaces choices. given: values that replace the reference's own at each cut of boundaries.py, once
         those are recorded.
         """
-        patch, tap = TopkPatch(forced or {}), BoundaryTap(given)
-        with torch.no_grad(), whole_float32(), self._places_told_to(patch), patch, ExitStack() as stack:
+        choices, tap = TopkPatch(forced or {}), BoundaryTap(given)
+        with (
+            torch.no_grad(),
+            whole_float32(),
+            as_published(),
+            self._places_told_to(choices),
+            choices,
+            ExitStack() as stack,
+        ):
             if record_boundaries or given is not None:
                 stack.enter_context(tap.attached(self.model))
             ids = torch.from_numpy(np.asarray(tokens, np.int64))[None].to(self.device)
             output = self.model(input_ids=ids, use_cache=False)
-        return Run(to_host(output.logits[0]), patch.recording, tap.taken)
+        return Run(to_host(output.logits[0]), choices.recording, tap.taken)
 
     @contextmanager
-    def _places_told_to(self, patch: "TopkPatch") -> Iterator[None]:
-        """While in this context, `patch` knows which router or indexer is at work."""
+    def _places_told_to(self, choices: "TopkPatch") -> Iterator[None]:
+        """While in this context, `choices` knows which router or indexer is at work."""
         hooks = []
         for name, module in self.model.named_modules():
             match = re.fullmatch(r"model\.layers\.(\d+)\.(mlp\.gate|self_attn\.indexer)", name)
             if match:
                 kind: ChoiceKind = "router" if match[2] == "mlp.gate" else "blocks"
-                hooks += patch.watch(module, kind, int(match[1]))
+                hooks += choices.watch(module, kind, int(match[1]))
         try:
             yield
         finally:
@@ -135,6 +148,15 @@ def whole_float32() -> Iterator[None]:
     finally:
         torch.set_float32_matmul_precision(precision)
         convolutions.allow_tf32, convolutions.deterministic = before
+
+
+@contextmanager
+def as_published() -> Iterator[None]:
+    """While in this context, the model's own functions run, also where packages with faster ones are installed."""
+    with ExitStack() as stack:
+        for name in REPLACEABLE:
+            stack.enter_context(patch.object(modeling_qwen4_exp, name, unwrap(getattr(modeling_qwen4_exp, name))))
+        yield
 
 
 def to_host(values: torch.Tensor) -> np.ndarray:

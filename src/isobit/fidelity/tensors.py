@@ -57,7 +57,10 @@ def inner_values(linear: Exl3Linear, device: torch.device) -> torch.Tensor:
     """The codebook values between the rotations: float32 [K, N], as stored (padded)."""
     if device.type == "cpu":
         return torch.from_numpy(dequantize_inner(linear).astype(np.float32))
-    return torch.cat([_inner_rows(linear, rows, device) for rows in _pieces(linear)])
+    values = torch.empty((linear.k, linear.n), dtype=torch.float32, device=device)
+    for rows in _pieces(linear):
+        values[rows] = _inner_rows(linear, rows, device)
+    return values
 
 
 def _pieces(linear: Exl3Linear) -> Iterator[slice]:
