@@ -47,7 +47,7 @@ def check(
     to use (None: what is free). Raises IsobitError when the checkpoint, the text or the memory does not allow it.
     """
     checkpoint = open_checkpoint(folder)
-    count = _count(checkpoint.config, tokens)
+    count = token_count(checkpoint.config, tokens)
     ids = random_tokens(checkpoint.config, count, seed) if text is None else text_tokens(folder, text, count)
     reference = fitting_reference(folder, checkpoint, len(ids), memory_gib, device)
     say("isobit")
@@ -90,6 +90,17 @@ def load_reference(reference: Reference, checkpoint: Checkpoint) -> None:
         reference.load(parameters(checkpoint, arrays=DeviceArrays(reference.device)))
 
 
+def token_count(config: FlashNextConfig, tokens: int | None) -> int:
+    """How many positions to compare: those asked for, or enough for 96 past the indexer's budget."""
+    window = config.max_position_embeddings
+    if tokens is None:
+        past = config.indexer_budget + config.indexer_compress_ratio - 1 if config.attention_layers else 0
+        return min(past + PAST_BUDGET, window)
+    if not 1 <= tokens <= window:
+        raise IsobitError(f"{tokens} tokens: expected 1 to the checkpoint's window of {window:,}")
+    return tokens
+
+
 def random_tokens(config: FlashNextConfig, count: int, seed: int) -> np.ndarray:
     """int64 [count], uniform over the vocabulary, with end tokens inside where the model knows one."""
     ids = np.random.default_rng(seed).integers(0, config.vocab_size, count)
@@ -110,16 +121,6 @@ def text_tokens(folder: Path, text: Path, count: int) -> np.ndarray:
     if not ids:
         raise IsobitError(f"{text}: holds no tokens; give a text file with at least a few hundred")
     return np.array(ids, np.int64)
-
-
-def _count(config: FlashNextConfig, tokens: int | None) -> int:
-    window = config.max_position_embeddings
-    if tokens is None:
-        past = config.indexer_budget + config.indexer_compress_ratio - 1 if config.attention_layers else 0
-        return min(past + PAST_BUDGET, window)
-    if not 1 <= tokens <= window:
-        raise IsobitError(f"{tokens} tokens: expected 1 to the checkpoint's window of {window:,}")
-    return tokens
 
 
 @dataclass(frozen=True)
