@@ -6,15 +6,14 @@ time that the bytes or operations take at the card's measured rates. --profile a
 
 import argparse
 import json
-import statistics
 import sys
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
+from timing import COPY_RATE, TENSOR_RATE, wall_milliseconds
 
 from isobit.checkpoint.synth_memory import SyntheticCheckpoint
 from isobit.model.flash_next import FlashNext
@@ -24,21 +23,8 @@ from isobit.model.state import StatePool, Stream, pages_for
 from isobit.ops import load_ops
 from isobit.ops.sample import Draw
 
-COPY_RATE = 4.3e12
-PRODUCT_RATE = 700e12
 DENSE_MACS = 6.0e9 / 48  # of a token and layer
 CONTEXT = 12_288
-
-
-def median_ms(action: Callable[[], None], repeats: int) -> float:
-    times = []
-    for _ in range(repeats):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        action()
-        torch.cuda.synchronize()
-        times.append(1e3 * (time.perf_counter() - start))
-    return statistics.median(times)
 
 
 class Lab:
@@ -92,16 +78,16 @@ def main() -> int:
         def run(segment: int, tokens: tuple[int, ...] = tokens) -> None:
             lab.state.close(lab.prefill(tokens, segment))
 
-        floor = 2e3 * DENSE_MACS * arguments.layers * count / PRODUCT_RATE
+        floor = 2e3 * DENSE_MACS * arguments.layers * count / TENSOR_RATE
         run(arguments.segment)
         note(
             f"prompt {count}, segments of {arguments.segment}",
-            median_ms(lambda: run(arguments.segment), repeats),
+            wall_milliseconds(lambda: run(arguments.segment), repeats),
             floor,
         )
         if count == 6144:
             run(64)
-            note(f"prompt {count}, batched", median_ms(lambda: run(64), 1), floor)
+            note(f"prompt {count}, batched", wall_milliseconds(lambda: run(64), 1), floor)
     weight_bytes = 4.2e9 / 48 * arguments.layers
     for count in (256, 4096):
         streams = [lab.prefill(lab.tokens(count), 8192) for _ in range(4)]
@@ -109,7 +95,11 @@ def main() -> int:
             for _ in range(4):
                 lab.decode(streams[:lanes])
             floor = 1e3 * weight_bytes / COPY_RATE
-            note(f"decode, {lanes} streams at {count}", median_ms(partial(lab.decode, streams[:lanes]), 20), floor)
+            note(
+                f"decode, {lanes} streams at {count}",
+                wall_milliseconds(partial(lab.decode, streams[:lanes]), 20),
+                floor,
+            )
         for stream in streams:
             lab.state.close(stream)
     stream = lab.prefill(lab.tokens(6144), 8192)
@@ -122,7 +112,7 @@ def main() -> int:
 
     resume()
     resume()
-    note("resume of a prompt of 6144", median_ms(resume, 10), 1e3 * weight_bytes / COPY_RATE)
+    note("resume of a prompt of 6144", wall_milliseconds(resume, 10), 1e3 * weight_bytes / COPY_RATE)
     if arguments.profile:
         profile(lab, stream)
     print(json.dumps(results))
