@@ -5,8 +5,10 @@
 
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -17,6 +19,7 @@ MISSING = (
 )
 CHUNK_ROWS = 4096
 PAGE_ROWS = 256
+TABLE_STEP = 16  # pages by which a block table grows
 Tokens = Sequence[int]
 
 
@@ -24,12 +27,13 @@ def is_installed() -> bool:
     return find_spec(NAME) is not None
 
 
-def whole_pages(rows: int) -> int:
-    return -(-rows // PAGE_ROWS) * PAGE_ROWS
+def pages_for(rows: int) -> int:
+    """As many as the package's generator lays out for a stream of so many rows."""
+    return -(-rows // PAGE_ROWS // TABLE_STEP) * TABLE_STEP
 
 
 class Exllamav3:
-    """A checkpoint loaded whole onto the first GPU: prompts in chunks of 4,096 rows, an fp16 cache, no drafts."""
+    """A checkpoint loaded whole onto the first GPU: the forwards of its generator, an fp16 cache, no drafts."""
 
     def __init__(self, folder: Path, rows: int, lanes: int, device: str = "cuda:0"):
         """rows: the most that all streams together have; lanes: the most streams."""
@@ -39,58 +43,77 @@ class Exllamav3:
 
         self.torch = torch
         self.model = Model.from_config(Config.from_directory(str(folder)))
-        self.cache = Cache(self.model, max_num_tokens=whole_pages(rows) + lanes * PAGE_ROWS, max_batch_size=lanes)
+        pages = pages_for(rows) + lanes * TABLE_STEP
+        self.cache = Cache(self.model, max_num_tokens=pages * PAGE_ROWS, max_batch_size=lanes)
         self.vocabulary = self.model.config.vocab_size
-        self.states: list | None = None
+        self.streams: list[Stream] = []
         self.model.load(device=torch.device(device), max_chunk_size=CHUNK_ROWS)
         self.version = __version__
 
     def open(self, prompts: Sequence[Tokens], room: int = 1) -> list[int]:
-        """Streams of these prompts, all of one length, with room for more rows; the first token of each, greedy."""
+        """Streams of these prompts, with room for more rows; the first token of each, greedy."""
         self.close()
-        self.position, self.room = 0, whole_pages(len(prompts[0]) + room)
-        ids = self.torch.tensor(prompts, dtype=self.torch.long)
-        chunk_rows = CHUNK_ROWS // len(prompts)
-        for first in range(0, ids.shape[1], chunk_rows):
-            chunk = ids[:, first : first + chunk_rows]
-            is_last = first + chunk_rows >= ids.shape[1]
-            logits = self._run(chunk, self.model.forward if is_last else self.model.prefill, last_tokens_only=1)
-        return self._greedy(logits)
+        pages = pages_for(max(map(len, prompts)) + room)
+        for lane in range(len(prompts)):
+            table = self.torch.arange(lane * pages, (lane + 1) * pages, dtype=self.torch.int32)
+            self.streams.append(Stream(table, self.cache.get_new_state()))
+        return [self._prefill(stream, prompt) for stream, prompt in zip(self.streams, prompts, strict=True)]
 
     def step(self, tokens: Tokens) -> list[int]:
         """Feed one token to each stream; the next of each, greedy."""
         ids = self.torch.tensor(tokens, dtype=self.torch.long)[:, None]
-        return self._greedy(self._run(ids, self.model.forward, pinned_staging=True))
+        return self._greedy(self._run(self.model.forward, ids, self.streams, pinned_staging=True))
 
     def close(self) -> None:
         """Drop the streams."""
-        for state in self.states or ():
-            state.free()
-        self.states = None
+        for stream in self.streams:
+            stream.state.free()
+        self.streams = []
 
     def logits(self, tokens: Tokens) -> np.ndarray:
         """Those of every position: float16 [T, V]."""
         self.close()
-        self.position, self.room = 0, whole_pages(len(tokens))
-        ids, rows = self.torch.tensor([list(tokens)], dtype=self.torch.long), []
-        for first in range(0, len(tokens), CHUNK_ROWS):
-            logits = self._run(ids[:, first : first + CHUNK_ROWS], self.model.forward)
-            rows.append(logits[0, :, : self.vocabulary].half().cpu().numpy())
+        table = self.torch.arange(pages_for(len(tokens)), dtype=self.torch.int32)
+        self.streams = [Stream(table, self.cache.get_new_state())]
+        rows = [self._run(self.model.forward, chunk, self.streams) for chunk in self._chunks(tokens)]
+        found = [logits[0, :, : self.vocabulary].half().cpu().numpy() for logits in rows]
         self.close()
-        return np.concatenate(rows)
+        return np.concatenate(found)
 
-    def _run(self, ids, forward, **options):
-        params = {"attn_mode": "flash_attn", "cache": self.cache, "batch_shape": (len(ids), self.room)}
-        params |= {"past_len": self.position, **options}
-        if self.states is not None:
-            params["recurrent_states"] = self.states
+    def _prefill(self, stream: "Stream", prompt: Tokens) -> int:
+        *chunks, last = self._chunks(prompt)
+        for chunk in chunks:
+            self._run(self.model.prefill, chunk, [stream])
+        return self._greedy(self._run(self.model.forward, last, [stream], last_tokens_only=1))[0]
+
+    def _chunks(self, tokens: Tokens) -> list:
+        return list(self.torch.tensor([list(tokens)], dtype=self.torch.long).split(CHUNK_ROWS, dim=1))
+
+    def _run(self, forward, ids, streams: "list[Stream]", **options):
+        params = {
+            "attn_mode": "flash_attn",
+            "cache": self.cache,
+            "block_table": self.torch.stack([stream.table for stream in streams]),
+            "cache_seqlens": self.torch.tensor([stream.rows for stream in streams], dtype=self.torch.int32),
+            "recurrent_states": [stream.state for stream in streams],
+            **options,
+        }
         logits = forward(ids, params)
-        self.states = params["recurrent_states"]
-        self.position += ids.shape[1]
+        for stream in streams:
+            stream.rows += ids.shape[1]
         return logits
 
     def _greedy(self, logits) -> list[int]:
         return logits[:, -1, : self.vocabulary].argmax(-1).tolist()
+
+
+@dataclass
+class Stream:
+    """A stream's pages (int32), its recurrent state and how many rows it has."""
+
+    table: Any
+    state: Any
+    rows: int = 0
 
 
 def main(folder: str, tokens_file: str, logits_file: str) -> int:

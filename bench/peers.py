@@ -153,7 +153,9 @@ def show(result: dict) -> None:
         print(f"{what:36}" + "".join(f"{row[name]:20.2f}" for name in names) + ratio)
     print(f"{'loading, seconds':36}" + "".join(f"{result['load_seconds'][name]:20.1f}" for name in names))
     if len(names) == 2:
-        print(f"the same first token after {result['same_first_token']} prompts; medians of {result['rounds']} rounds")
+        print(
+            f"the same first token after {result['same_first_token']} prompts; rounds: {result['rounds']}", flush=True
+        )
 
 
 def main() -> int:
@@ -178,7 +180,7 @@ def main() -> int:
 
 
 def compare(names: list[str], options: argparse.Namespace, arguments: list[str]) -> int:
-    """Rounds of all engines in turn; what failed is said, and what was measured is shown all the same."""
+    """Rounds of all engines in turn; what was measured is shown after each, what failed is said and left out."""
     rounds: list[dict[str, dict]] = []
     failed = False
     for _ in range(options.rounds):
@@ -191,11 +193,11 @@ def compare(names: list[str], options: argparse.Namespace, arguments: list[str])
                 failed = True
             else:
                 found[name] = one
-        rounds.append(found)
-    rounds = [{name: found[name] for name in names} for found in rounds]
-    if names:
-        result = compared(rounds)
-        print(json.dumps(result)) if options.json else show(result)
+        rounds = [{name: earlier[name] for name in names} for earlier in (*rounds, found)]
+        if names and not options.json:
+            show(compared(rounds))
+    if names and options.json:
+        print(json.dumps(compared(rounds)))
     return int(failed)
 
 

@@ -42,8 +42,12 @@ class Cache:
         assert not model.loaded, "the cache has to be there before the model is loaded"
         assert max_num_tokens % PAGE_ROWS == 0
         self.model, self.max_num_tokens = model, max_num_tokens
-        self.free_slots = list(range(max_batch_size))
         model.caches.append(self)
+        self.free_slots = list(range(max_batch_size))
+
+    def get_new_state(self):
+        assert self.model.loaded
+        return State(self)
 
 
 class Model:
@@ -65,19 +69,15 @@ class Model:
         self.forward(input_ids, params)
 
     def forward(self, input_ids, params):
-        lanes, room = params["batch_shape"]
-        past = params["past_len"]
+        tables, past, states = (params[key] for key in ("block_table", "cache_seqlens", "recurrent_states"))
         assert params["attn_mode"] == "flash_attn"
-        assert input_ids.dtype == torch.long
-        assert len(input_ids) == lanes
-        assert input_ids.numel() <= self.chunk
-        assert room % PAGE_ROWS == 0
-        assert lanes * room <= params["cache"].max_num_tokens
-        assert past + input_ids.shape[1] <= room
-        if past == 0 and "recurrent_states" not in params:
-            params["recurrent_states"] = [State(params["cache"]) for _ in range(lanes)]
-        states = params["recurrent_states"]
-        assert [state.position for state in states] == [past] * lanes
+        assert (input_ids.dtype, tables.dtype, past.dtype) == (torch.long, torch.int32, torch.int32)
+        assert len(input_ids) == len(tables) == len(past) == len(states)
+        assert input_ids.shape[1] <= self.chunk
+        assert len(tables.unique()) == tables.numel(), "streams share a page"
+        assert 0 <= tables.min() <= tables.max() < params["cache"].max_num_tokens // PAGE_ROWS
+        assert int(past.max()) + input_ids.shape[1] <= tables.shape[1] * PAGE_ROWS
+        assert [state.position for state in states] == past.tolist()
         rows = [self._rows(state, ids.tolist()) for state, ids in zip(states, input_ids, strict=True)]
         logits = torch.stack(rows)[:, -params.get("last_tokens_only", input_ids.shape[1]) :]
         return torch.nn.functional.pad(logits, (0, 8), value=1e4)
