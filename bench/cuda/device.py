@@ -29,6 +29,7 @@ SANITIZERS = ("memcheck", "racecheck", "synccheck")
 NOT_BY_THEMSELVES = ("device", "timing", "model", "promise", "load")  # scripts here that are no step of that name
 MARKS_OF_GPU_TESTS = ("emulated_cuda", "ISOBIT_TEST_GPU")
 HEAVY_OPS = ("linear", "experts", "sparse_attention", "attention_read", "delta_rule")
+CONTRACT_LIMITS = {"quick": (170, 2), "normal": (500, 4), "full": (580, 8)}  # seconds, GiB of GPU memory
 LAYERS = 8  # of the checkpoints of real widths
 EXPERT_GIB = 3 * 2560 * 640 * 4 / 2**30  # of float32 weights of one expert
 OTHERS_GIB = 24  # of the other float32 weights at real widths, isobit's own and what is at work
@@ -109,7 +110,8 @@ def contract_steps(extent: str) -> Iterator[Step]:
     chosen = () if extent == "normal" else (f"--{extent}",)
     for op in sorted(registered("cuda"), key=lambda op: op not in HEAVY_OPS):
         command = (*CLI, "contract", "--device", "cuda", *chosen, "--filter", op)
-        yield Step(f"contract-{op}", command, 170 if extent == "quick" else 500)
+        seconds, gpu_gib = CONTRACT_LIMITS[extent]
+        yield Step(f"contract-{op}", command, seconds, gpu_gib=gpu_gib)
 
 
 def sanitizer_steps(work: Path) -> Iterator[Step]:
@@ -137,7 +139,7 @@ def timed_steps(work: Path, thorough: bool) -> Iterator[Step]:
     real = str(work / "real")
     for name, script in (("peers", "bench/peers.py"), ("load", "bench/cuda/load.py")):
         if (ROOT / script).exists():
-            yield Step(name, (*PYTHON, script, real), 300, alone=True, needs=("synth-real",))
+            yield Step(name, (*PYTHON, script, real), 400, alone=True, needs=("synth-real",))
     for path in sorted((ROOT / "bench/cuda").glob("*.py")):
         if path.stem not in NOT_BY_THEMSELVES:
             shorter = quick if "--quick" in path.read_text(encoding="utf-8") else ()

@@ -1,15 +1,18 @@
 """The measurement beside exllamav3: its calls keep that package's rules, and both engines see the same rows."""
 
 import importlib
+import json
 import subprocess
 import sys
 from importlib.machinery import PathFinder
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from isobit.checkpoint.reader import Checkpoint
+from isobit.fidelity.choices import Run
 from isobit.fidelity.isobit_run import run_isobit
 
 pytest.importorskip("torch", reason="needs isobit[fidelity]")
@@ -25,7 +28,7 @@ def bench(monkeypatch):
     before = set(sys.modules)
     yield importlib.import_module
     for name in set(sys.modules) - before:
-        if name.partition(".")[0] in ("peers", "peer_isobit", "peer_exllamav3", "exllamav3"):
+        if name.partition(".")[0] in ("peers", "fidelity_peers", "peer_isobit", "peer_exllamav3", "exllamav3"):
             del sys.modules[name]
 
 
@@ -59,12 +62,30 @@ def test_ratios_are_of_rounds(bench):
     assert result["same_first_token"] == "1/2"
 
 
-@pytest.mark.parametrize("script", ["peers", "fidelity_peers"])
-def test_a_missing_peer_is_one_line(test_checkpoint, script):
+@pytest.mark.parametrize(("mine", "peer", "code"), [(1e-4, 1e-3, 0), (1e-3, 1e-4, 1)])
+def test_the_verdict_names_who_is_closer(bench, test_checkpoint, mine, peer, code, monkeypatch, capsys):
+    pytest.importorskip("transformers.models.qwen4_exp", reason="needs isobit[fidelity]")
+    script = bench("fidelity_peers")
+    truth = np.random.default_rng(0).standard_normal((40, 384)).astype(np.float32)
+    wrong = np.random.default_rng(1).standard_normal((40, 384)).astype(np.float32)
+    reference = SimpleNamespace(run=lambda tokens: Run(truth, {}))
+    monkeypatch.setattr(script.peer_exllamav3, "is_installed", lambda: True)
+    monkeypatch.setattr(script, "fitting_reference", lambda *arguments, **keywords: reference)
+    monkeypatch.setattr(script, "load_reference", lambda *arguments: None)
+    monkeypatch.setattr(script, "run_isobit", lambda *arguments: Run(truth + mine * wrong, {}))
+    monkeypatch.setattr(script, "peer_logits", lambda *arguments: truth + peer * wrong)
+    monkeypatch.setattr(sys, "argv", ["fidelity_peers.py", str(test_checkpoint), "--tokens", "40", "--json"])
+    assert script.main() == code
+    found = json.loads(capsys.readouterr().out)
+    assert found["closer"] == (code == 0)
+    assert found["isobit"]["error_mean"] == pytest.approx(mine, rel=0.1)
+    assert found["exllamav3"]["error_mean"] == pytest.approx(peer, rel=0.1)
+
+
+def test_a_missing_peer_is_one_line(test_checkpoint):
     if PathFinder.find_spec("exllamav3"):
         pytest.skip("exllamav3 is installed here")
-    pytest.importorskip("transformers.models.qwen4_exp", reason="needs isobit[fidelity]")
-    command = [sys.executable, str(ROOT / f"bench/{script}.py"), str(test_checkpoint)]
+    command = [sys.executable, str(ROOT / "bench/peers.py"), str(test_checkpoint)]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.returncode == 2
     (line,) = ended.stderr.splitlines()
