@@ -51,10 +51,11 @@ def peer_logits(folder: Path, tokens: np.ndarray) -> np.ndarray:
 
 
 def show(found: dict[str, Agreement]) -> None:
-    print(f"{'to the float32 reference':26}{'top-1':>12}{'KL':>12}{'worst':>12}{'error':>12}{'worst':>12}")
+    titles = "top-1", "KL mean", "median", "worst", "error mean", "median", "worst"
+    print(f"{'to the float32 reference':26}" + "".join(f"{title:>12}" for title in titles))
     for name, one in found.items():
-        numbers = "".join(f"{x:12.2e}" for x in (one.kl_mean, one.kl_max, one.error_mean, one.error_max))
-        print(f"{name:26}{f'{one.top1}/{one.positions}':>12}{numbers}")
+        kl, error = (one.kl_mean, one.kl_median, one.kl_max), (one.error_mean, one.error_median, one.error_max)
+        print(f"{name:26}{f'{one.top1}/{one.positions}':>12}" + "".join(f"{number:12.2e}" for number in (*kl, *error)))
 
 
 def main() -> int:
