@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 import peer_exllamav3
-from isobit.checkpoint.reader import Checkpoint
+from isobit.checkpoint.opening import open_checkpoint
 from isobit.errors import IsobitError
 from isobit.fidelity.agreement import Agreement, agreement
 from isobit.fidelity.check import fitting_reference, load_reference, random_tokens, token_count
@@ -27,7 +27,7 @@ from isobit.fidelity.isobit_run import run_isobit
 
 def compared(folder: Path, count: int | None, seed: int, device: str) -> dict[str, Agreement]:
     """isobit's and exllamav3's agreement with the reference."""
-    checkpoint = Checkpoint(folder)
+    checkpoint = open_checkpoint(folder)
     tokens = random_tokens(checkpoint.config, token_count(checkpoint.config, count), seed)
     reference = fitting_reference(folder, checkpoint, len(tokens), device=device)
     peer = Run(peer_logits(folder, tokens).astype(np.float32), {})
@@ -66,8 +66,9 @@ def main() -> int:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="isobit's and the reference's")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args()
-    if not peer_exllamav3.is_installed():
-        print(peer_exllamav3.MISSING, file=sys.stderr)
+    lacking = peer_exllamav3.what_lacks(options.folder)
+    if lacking:
+        print(lacking, file=sys.stderr)
         return 2
     try:
         found = compared(options.folder, options.tokens, options.seed, options.device)

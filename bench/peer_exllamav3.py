@@ -23,8 +23,13 @@ TABLE_STEP = 16  # pages by which a block table grows
 Tokens = Sequence[int]
 
 
-def is_installed() -> bool:
-    return find_spec(NAME) is not None
+def what_lacks(folder: Path) -> str | None:
+    """Why the package cannot be measured on this folder, in one line, or None."""
+    if find_spec(NAME) is None:
+        return MISSING
+    if not any(folder.glob("*.safetensors")):
+        return f"{folder}: holds no *.safetensors files, which exllamav3 reads; write some with isobit synth"
+    return None
 
 
 def pages_for(rows: int) -> int:
@@ -117,8 +122,9 @@ class Stream:
 
 
 def main(folder: str, tokens_file: str, logits_file: str) -> int:
-    if not is_installed():
-        print(MISSING, file=sys.stderr)
+    lacking = what_lacks(Path(folder))
+    if lacking:
+        print(lacking, file=sys.stderr)
         return 2
     tokens = np.load(tokens_file).tolist()
     np.save(logits_file, Exllamav3(Path(folder), len(tokens), lanes=1).logits(tokens))

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import isobit
-from isobit.checkpoint.reader import Checkpoint
+from isobit.checkpoint.opening import open_checkpoint
 from isobit.engine.placement import Placement
 from isobit.model.load import load_model
 from isobit.model.plan import Plan, Segment
@@ -21,7 +21,7 @@ class Isobit:
 
     def __init__(self, folder: Path, rows: int, lanes: int, device: str = "cuda"):
         """rows: the most that all streams together have; lanes: the most streams."""
-        self.model = load_model(Checkpoint(folder), load_ops(device), rows)
+        self.model = load_model(open_checkpoint(folder), load_ops(device), rows)
         self.state = self.model.new_state(slots=lanes, pages=pages_for(rows) + lanes)
         self.segment_rows = Placement(device).segment_rows
         self.streams: list[Stream] = []

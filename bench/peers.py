@@ -160,6 +160,9 @@ def show(result: dict) -> None:
 
 def main() -> int:
     options = parsed()
+    if not (options.folder / "config.json").is_file():
+        print(f"{options.folder}: no checkpoint folder, it has no config.json", file=sys.stderr)
+        return 2
     work = Work(
         tuple(options.prompts),
         tuple(options.contexts),
@@ -173,8 +176,9 @@ def main() -> int:
         options.result.write_text(json.dumps(found))
         return 0
     names = [options.only] if options.only else list(ENGINES)
-    if "exllamav3" in names and not peer_exllamav3.is_installed():
-        print(f"{peer_exllamav3.MISSING}; or measure --only isobit", file=sys.stderr)
+    lacking = peer_exllamav3.what_lacks(options.folder) if "exllamav3" in names else None
+    if lacking:
+        print(f"{lacking}; or measure --only isobit", file=sys.stderr)
         return 2
     return compare(names, options, sys.argv[1:])
 

@@ -69,7 +69,7 @@ def test_the_verdict_names_who_is_closer(bench, test_checkpoint, mine, peer, cod
     truth = np.random.default_rng(0).standard_normal((40, 384)).astype(np.float32)
     wrong = np.random.default_rng(1).standard_normal((40, 384)).astype(np.float32)
     reference = SimpleNamespace(run=lambda tokens: Run(truth, {}))
-    monkeypatch.setattr(script.peer_exllamav3, "is_installed", lambda: True)
+    monkeypatch.setattr(script.peer_exllamav3, "what_lacks", lambda folder: None)
     monkeypatch.setattr(script, "fitting_reference", lambda *arguments, **keywords: reference)
     monkeypatch.setattr(script, "load_reference", lambda *arguments: None)
     monkeypatch.setattr(script, "run_isobit", lambda *arguments: Run(truth + mine * wrong, {}))
@@ -90,3 +90,7 @@ def test_a_missing_peer_is_one_line(test_checkpoint):
     assert ended.returncode == 2
     (line,) = ended.stderr.splitlines()
     assert "exllamav3 is not installed: pip install" in line
+
+
+def test_a_recipe_has_nothing_for_the_peer(bench, tmp_path):
+    assert "holds no *.safetensors files" in bench("peer_exllamav3").what_lacks(tmp_path)
