@@ -26,7 +26,10 @@ PYTHON = (sys.executable,)
 CLI = (*PYTHON, "-m", "isobit")
 PYTEST = (*PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider")
 SANITIZERS = ("memcheck", "racecheck", "synccheck")
-NOT_BY_THEMSELVES = ("device", "timing", "model", "promise", "load")  # scripts here that are no step of that name
+# Of the scripts here: those that are no step of their name, that read a checkpoint, and what shortens some.
+NOT_BY_THEMSELVES = ("device", "timing", "model", "promise")
+ON_A_CHECKPOINT = ("load", "short_memory")
+SHORTENED = {"tiers": ("--layers", "8")}
 MARKS_OF_GPU_TESTS = ("emulated_cuda", "ISOBIT_TEST_GPU")
 HEAVY_OPS = ("linear", "experts", "sparse_attention", "attention_read", "delta_rule")
 CONTRACT_LIMITS = {"quick": (170, 2), "normal": (500, 4), "full": (580, 8)}  # seconds, GiB of GPU memory
@@ -137,14 +140,14 @@ def timed_steps(work: Path, thorough: bool) -> Iterator[Step]:
     model = (*PYTHON, "bench/cuda/model.py", "--layers", "48", "--profile", *quick)
     yield Step("model", model, 240, alone=True, gpu_gib=75, waits=True)
     real = str(work / "real")
-    for name, script in (("peers", "bench/peers.py"), ("load", "bench/cuda/load.py")):
-        if (ROOT / script).exists():
-            yield Step(name, (*PYTHON, script, real), 400, alone=True, needs=("synth-real",))
+    yield Step("peers", (*PYTHON, "bench/peers.py", real), 400, alone=True, needs=("synth-real",))
     for path in sorted((ROOT / "bench/cuda").glob("*.py")):
         if path.stem not in NOT_BY_THEMSELVES:
-            shorter = quick if "--quick" in path.read_text(encoding="utf-8") else ()
-            command = (*PYTHON, str(path.relative_to(ROOT)), *shorter)
-            yield Step(path.stem, command, 300 if thorough else 60, alone=True)
+            shorter = SHORTENED.get(path.stem, quick if "--quick" in path.read_text(encoding="utf-8") else ())
+            reads = (real,) if path.stem in ON_A_CHECKPOINT else ()
+            command = (*PYTHON, str(path.relative_to(ROOT)), *reads, *(() if thorough else shorter))
+            needs = ("synth-real",) if reads else ()
+            yield Step(path.stem, command, 400 if thorough else 120, alone=True, needs=needs)
 
 
 def chosen_steps(steps: list[Step], only: list[str], skip: list[str]) -> list[Step]:
