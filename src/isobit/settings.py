@@ -132,15 +132,24 @@ PROMPT_CACHE_GIB = Setting(
     "prompt_cache_gib",
     float,
     1.0,
-    "Memory for states of earlier prompts and replies, to go on from, in GiB; 0 keeps none.",
+    "Memory of the device for states of earlier prompts and replies, to go on from, in GiB; 0 keeps none.",
     0,
     65536,
+)
+HOST_CACHE_GIB = Setting(
+    "host_cache_gib",
+    float,
+    None,
+    "Host memory for states that the prompt cache has no room for, in GiB; 0 for none.",
+    0,
+    65536,
+    unset="on a GPU a quarter of what is free, at most 64; on a CPU 0",
 )
 SPILL_DIR = Setting(
     "spill_dir",
     str,
     None,
-    "Folder for kept states that the prompt cache has no room for, and for all of them at the end.",
+    "Folder for kept states that memory has no room for, and for all of them at the end.",
     unset="none",
 )
 SPILL_GIB = Setting("spill_gib", float, 8.0, "Disk space that kept states may take in that folder, in GiB.", above=0)
@@ -200,6 +209,7 @@ SERVER = (
     MTP_DRAFTS,
     NO_DRAFTS,
     PROMPT_CACHE_GIB,
+    HOST_CACHE_GIB,
     SPILL_DIR,
     SPILL_GIB,
     QUEUE,

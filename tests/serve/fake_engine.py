@@ -104,7 +104,7 @@ class FakeEngine:
             free_pages=13,
             resident_bytes=1,
             segment_rows=1024,
-            cache=CacheMetrics(21, 22, 23, 24, 25, 26, 27, 28, 29, 32, 30, 31),
+            cache=CacheMetrics(21, 22, 23, 24, 25, 26, 27, 28, 29, 32, 30, 31, 33, 34, 35, 36, 37, 38),
         )
 
     def close(self) -> None:

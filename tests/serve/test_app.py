@@ -350,6 +350,12 @@ def test_metrics_count_tokens_and_outcomes():
         "isobit_cache_spilled_total 28.0",
         "isobit_cache_restored_total 29.0",
         "isobit_cache_spill_bytes 31.0",
+        "isobit_cache_host_entries 33.0",
+        "isobit_cache_host_bytes 34.0",
+        "isobit_cache_host_limit_bytes 35.0",
+        "isobit_cache_host_stored_total 36.0",
+        "isobit_cache_host_hits_total 37.0",
+        "isobit_cache_host_skipped_total 38.0",
         'isobit_time_to_first_token_seconds_bucket{le="0.25"} 1.0',
         "isobit_prompt_tokens_per_second_sum 10.0",
     ):

@@ -39,6 +39,7 @@ def serve(
     mtp_drafts: MtpDraftsOption = settings.MTP_DRAFTS.default,
     no_drafts: NoDraftsOption = settings.NO_DRAFTS.default,
     prompt_cache_gib: Annotated[float, option(settings.PROMPT_CACHE_GIB)] = settings.PROMPT_CACHE_GIB.default,
+    host_cache_gib: Annotated[float | None, option(settings.HOST_CACHE_GIB)] = None,
     spill_dir: Annotated[str | None, option(settings.SPILL_DIR)] = None,
     spill_gib: Annotated[float, option(settings.SPILL_GIB)] = settings.SPILL_GIB.default,
     queue: Annotated[int, option(settings.QUEUE)] = settings.QUEUE.default,
@@ -51,6 +52,8 @@ def serve(
 
     if spill_dir is not None and not prompt_cache_gib:
         raise IsobitError("--spill-dir needs a prompt cache: give --prompt-cache-gib a value above 0")
+    if host_cache_gib and not prompt_cache_gib:
+        raise IsobitError("--host-cache-gib needs a prompt cache: give --prompt-cache-gib a value above 0")
     with server.bind(host, port) as bound:
         engine = open_engine(
             folder,
@@ -66,6 +69,7 @@ def serve(
             mtp_drafts=mtp_drafts,
             drafts=not no_drafts,
             prompt_cache_gib=prompt_cache_gib,
+            host_cache_gib=host_cache_gib,
             spill_dir=spill_dir,
             spill_gib=spill_gib,
         )

@@ -82,10 +82,13 @@ class Engine:
         checkpoint.close()
         loaded, limit = placement.loaded(), placement.limit(settings.memory_gib)
         cache_bytes = int(settings.prompt_cache_gib * memory.GIB)
-        self.budget = allot(self.model, limit, loaded, settings.parallel, cache_bytes)
+        host_bytes = placement.host_cache_bytes(settings.host_cache_gib) if cache_bytes else 0
+        # Where the device's memory is the host's, the limit is for both.
+        taken = loaded + host_bytes if placement.on_host else loaded
+        self.budget = allot(self.model, limit, taken, settings.parallel, cache_bytes)
         state = self.model.new_state(self.budget.lanes, self.budget.pages)
         spill = self._spill_store(cache_bytes)
-        cache = PromptCache(state, cache_bytes - (0 if spill is None else spill.queue_bytes), spill)
+        cache = PromptCache(state, cache_bytes - (0 if spill is None else spill.queue_bytes), spill, host_bytes)
         sources = proposers(self.model, state, settings.mtp_drafts)
         # A thread's processor time does not count what other processes take.
         clock = time.thread_time if placement.device == "cpu" else time.perf_counter

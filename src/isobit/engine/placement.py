@@ -8,6 +8,8 @@ import numpy as np
 from isobit.engine import memory
 from isobit.errors import IsobitError
 
+HOST_CACHE_PART = 4  # one part in so many of the host's free memory holds kept states of a GPU
+MOST_HOST_CACHE = 64 << 30
 GPU_RESERVE = 1 << 30  # bytes of a GPU that are left to the driver, libraries and fragments
 
 
@@ -52,7 +54,8 @@ class Placement:
         return 1024 if self.device == "cpu" else 8192
 
     @property
-    def _on_host(self) -> bool:
+    def on_host(self) -> bool:
+        """Whether the device's memory is the host's."""
         if self.device == "cpu":
             return True
         from isobit.cuda import memory as gpu
@@ -61,7 +64,7 @@ class Placement:
 
     def loaded(self) -> int:
         """Bytes that are taken: on the CPU by this process, on a GPU by its weights."""
-        if self._on_host:
+        if self.on_host:
             return memory.anonymous_resident()
         import torch
 
@@ -71,16 +74,22 @@ class Placement:
         """The most bytes to use in all."""
         if memory_gib:
             return int(memory_gib * memory.GIB)
-        if self._on_host:
+        if self.on_host:
             return self.loaded() + memory.available()
         import torch
 
         free, _ = torch.cuda.mem_get_info()
         return self.loaded() + max(0, free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated() - GPU_RESERVE)
 
+    def host_cache_bytes(self, host_cache_gib: float | None) -> int:
+        """Bytes of host memory for kept states that the device has no room for."""
+        if host_cache_gib is not None:
+            return int(host_cache_gib * memory.GIB)
+        return 0 if self.on_host else min(memory.available() // HOST_CACHE_PART, MOST_HOST_CACHE)
+
     def can_allocate(self, count: int) -> bool:
         """Whether `count` more bytes are to be had."""
-        if self._on_host:
+        if self.on_host:
             try:
                 np.empty(count, dtype=np.uint8)
             except MemoryError:

@@ -4,10 +4,11 @@ import heapq
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
+from isobit.engine.host_tier import HostState, HostTier
 from isobit.engine.page_ledger import PageLedger
 from isobit.engine.radix import Node, RadixTree, Tokens, as_tokens
 from isobit.engine.spill import SpillDamagedError, SpilledState, SpillStore
@@ -15,7 +16,8 @@ from isobit.model.kept import StateMismatchError, export_recurrent, export_rows,
 from isobit.model.state import KeptState, StatePool, Stream, pages_for
 from isobit.ops.batch import PAGE_ROWS
 
-Kind = Literal["message", "prompt", "reply", "segment", "spilled"]
+Kind = Literal["message", "prompt", "reply", "segment", "stored"]
+Stored = HostState | SpilledState
 NO_PAGES = np.empty(0, np.int64)
 
 log = logging.getLogger(__name__)
@@ -36,11 +38,12 @@ class Hit:
 
 @dataclass(frozen=True)
 class CacheMetrics:
-    """Counts since the start, `entries`, `nbytes` and `spill_*` excepted; rows_saved: those of all hits.
+    """Counts since the start, but for entries, bytes and limits; rows_saved: those of all hits.
 
     nbytes: memory of the entries, a page that several share counted once. spilled, restored: states given to the disk
     and read back. spill_skipped: those that came faster than it took them. spill_entries, spill_nbytes: what lies there
-    now.
+    now. host_entries, host_nbytes: what lies in the host tier now. host_stored, host_hits: states given to it and taken
+    from it; host_skipped: those that it had no memory for.
     """
 
     entries: int
@@ -55,6 +58,12 @@ class CacheMetrics:
     spill_skipped: int
     spill_entries: int
     spill_nbytes: int
+    host_entries: int
+    host_nbytes: int
+    host_limit_bytes: int
+    host_stored: int
+    host_hits: int
+    host_skipped: int
 
 
 @dataclass(eq=False)
@@ -88,10 +97,11 @@ class Entry:
 
 
 class PromptCache:
-    """Kept states in memory up to `limit_bytes` (0: keeps nothing), and on disk where there is a spill store.
+    """Kept states on the device up to `limit_bytes` (0: keeps nothing), below in host memory, and below that on disk.
 
     An entry's bytes are its copies of recurrent state, its logits, and its pages, of which a page that several entries
-    share counts once. When there is no room, entries are evicted to the spill store, least valuable first:
+    share counts once. When there is no room, entries are evicted, least valuable first, to the host tier of
+    `host_bytes` (0: there is none), whose own go to the spill store where there is one:
 
     1. segment ends that no lookup has used; so those of a long prompt thin out evenly until some serve
     2. all others
@@ -103,10 +113,11 @@ class PromptCache:
     One thread uses a cache; `metrics` may be called from any.
     """
 
-    def __init__(self, pool: StatePool, limit_bytes: int, spill: SpillStore | None = None):
+    def __init__(self, pool: StatePool, limit_bytes: int, spill: SpillStore | None = None, host_bytes: int = 0):
         self.pool = pool
         self.limit_bytes = limit_bytes
         self.spill = spill
+        self.host = HostTier(pool, host_bytes, self._spill_stored) if host_bytes and limit_bytes else None
         self._page_nbytes, self._slot_nbytes = pool.page_nbytes, pool.slot_nbytes
         self._tree: RadixTree[Entry] = RadixTree()
         self._entries: dict[int, Entry] = {}
@@ -128,7 +139,7 @@ class PromptCache:
         return len(self._entries)
 
     def lookup(self, tokens: Tokens) -> Hit | None:
-        """The largest kept row within the prefix that a prompt shares with earlier ones, from disk if need be.
+        """The largest kept row within the prefix that a prompt shares with earlier ones, from below if need be.
 
         At least one row is left to compute, unless the last row's logits were kept too. The hit's entry is not evicted
         until the next lookup, or until `restore` or `release` is called with it.
@@ -148,11 +159,11 @@ class PromptCache:
         return Hit(entry.kept.rows, entry.kept, entry.logits)
 
     def kept_rows(self, tokens: Tokens) -> int:
-        """The rows that a lookup would find, on disk too; it counts as no use."""
+        """The rows that a lookup would find, below too; it counts as no use."""
         tokens = as_tokens(tokens)
         entry = self._deepest(tokens)
         resident = 0 if entry is None else entry.kept.rows
-        return max([resident, *(state.rows for state in self._spilled_path(tokens, resident))])
+        return max([resident, *(state.rows for _, state in self._stored_path(tokens, resident))])
 
     def restore(self, hit: Hit) -> Stream:
         """A new stream that goes on from a hit; raises StateFullError when every slot is taken."""
@@ -199,7 +210,7 @@ class PromptCache:
         return True
 
     def evict_all(self) -> None:
-        """Evict every entry that is not handed out, the most valuable last."""
+        """Evict every entry that is not handed out from the device, the most valuable last."""
         self._evict_while(self._evictable(), lambda: True)
 
     def metrics(self) -> CacheMetrics:
@@ -217,14 +228,24 @@ class PromptCache:
             spill_skipped=0 if self.spill is None else self.spill.skipped,
             spill_entries=0 if self.spill is None else len(self.spill),
             spill_nbytes=0 if self.spill is None else self.spill.nbytes,
+            host_entries=0 if self.host is None else len(self.host),
+            host_nbytes=0 if self.host is None else self.host.nbytes,
+            host_limit_bytes=0 if self.host is None else self.host.limit_bytes,
+            host_stored=0 if self.host is None else self.host.stored,
+            host_hits=0 if self.host is None else self.host.hits,
+            host_skipped=0 if self.host is None else self.host.skipped,
         )
 
     def close(self) -> None:
         """Evict all entries, so that the spill store has them after a restart, and close it."""
         self._handed_out = None
         self._closing = True
-        if self.spill is not None and self.spill.active and self._entries:
-            log.info("writing %d kept states to the spill folder %s", len(self._entries), self.spill.folder)
+        held = len(self._entries) + (0 if self.host is None else len(self.host))
+        if self.spill is not None and self.spill.active and held:
+            log.info("writing %d kept states to the spill folder %s", held, self.spill.folder)
+        if self.host is not None:
+            self.host.evict_while(lambda: not self._hurried)
+            self.host.close()
         self._evict_while(self._evictable(), lambda: not self._hurried)
         if self.spill is not None:
             self.spill.close(drop=self._hurried)
@@ -234,15 +255,16 @@ class PromptCache:
         self._hurried = True
 
     def _find(self, tokens: np.ndarray) -> Entry | None:
-        """The entry of the most usable rows, read back from disk when those in memory have fewer."""
-        failed: set[SpilledState] = set()
+        """The entry of the most usable rows, taken from below when those on the device have fewer."""
+        failed: set[Stored] = set()
         while True:
             resident = self._deepest(tokens)
-            spilled = self._spilled_path(tokens, 0 if resident is None else resident.kept.rows)
-            state = next((state for state in spilled if state not in failed), None)
-            if state is None:
+            below = self._stored_path(tokens, 0 if resident is None else resident.kept.rows)
+            found = next(((store, state) for store, state in below if state not in failed), None)
+            if found is None:
                 return resident
-            entry = self._read_back(state, tokens[: state.rows])
+            store, state = found
+            entry = self._read_back(store, state, tokens[: state.rows])
             if entry is not None:
                 return entry
             failed.add(state)
@@ -252,35 +274,38 @@ class PromptCache:
         usable = (e for e in reversed(entries) if _usable(e.kept.rows, e.logits is not None, tokens))
         return next(usable, None)
 
-    def _spilled_path(self, tokens: np.ndarray, beyond: int) -> list[SpilledState]:
-        """The usable states on disk at more rows than `beyond`, most rows first."""
-        found = [] if self.spill is None or not self.limit_bytes else self.spill.path(tokens)
-        return [
-            state for state in reversed(found) if state.rows > beyond and _usable(state.rows, state.has_logits, tokens)
+    def _stored_path(self, tokens: np.ndarray, beyond: int) -> list[tuple[Any, Stored]]:
+        """The usable states below at more rows than `beyond`, with their stores: most rows first, then the nearest."""
+        stores = (self.host, self.spill) if self.limit_bytes else ()
+        found = [(store, state) for store in stores if store is not None for state in store.path(tokens)]
+        usable = [
+            (store, state)
+            for store, state in found
+            if state.rows > beyond and _usable(state.rows, state.has_logits, tokens)
         ]
+        return sorted(usable, key=lambda pair: -pair[1].rows)
 
-    def _read_back(self, state: SpilledState, tokens: np.ndarray) -> Entry | None:
-        """Make a state on disk an entry; None if there is no room for it, or if it is damaged."""
-        assert self.spill is not None
-        with self.spill.holding(state):
+    def _read_back(self, store: Any, state: Stored, tokens: np.ndarray) -> Entry | None:
+        """Make a state of a store below an entry; None if there is no room for it, or if it is damaged."""
+        with store.holding(state):
             shared = self._room_for(state, tokens)
         if shared is None:
             return None
         try:
-            loaded = self.spill.load(state, len(shared) * PAGE_ROWS)
-            kept = import_kept(self.pool, state.rows, loaded.recurrent, loaded.pieces, shared)
+            loaded = store.load(state, len(shared) * PAGE_ROWS)
+            kept = import_kept(self.pool, state.rows, loaded.recurrent, loaded.pieces, shared, loaded.arrival)
         except SpillDamagedError:
             return None
         except StateMismatchError as error:
             log.warning("a state from the spill folder is not used: %s", error)
-            self.spill.drop(state)
+            store.drop(state)
             return None
-        self._restored += 1
+        self._restored += store is self.spill
         logits = None if loaded.logits is None else _read_only(loaded.logits)
-        return self._add(tokens, kept, logits, "spilled")
+        return self._add(tokens, kept, logits, "stored")
 
-    def _room_for(self, state: SpilledState, tokens: np.ndarray) -> tuple[int, ...] | None:
-        """Make room for a state on disk; the first pages that it shares with an entry, or None if there is no room.
+    def _room_for(self, state: Stored, tokens: np.ndarray) -> tuple[int, ...] | None:
+        """Make room for a state from below; the first pages that it shares with an entry, or None if there is no room.
 
         Where there is no room beside that entry, it has to go too, and nothing is shared.
         """
@@ -389,8 +414,8 @@ class PromptCache:
         self._in_use = None
 
     def _evict(self, entry: Entry) -> list[int]:
-        """Drop an entry, to disk if it is worth it; the numbers of the entries that hold pages alone since then."""
-        if self.spill is not None and self.spill.active and not entry.unused_segment:
+        """Drop an entry, to a tier below if it is worth it; the numbers of those that hold pages alone since then."""
+        if not (entry.unused_segment or self._put_below(entry)) and self.spill is not None and self.spill.active:
             self._spilled += self._spill_entry(entry, self.spill)
         self._evictions += 1
         return self._drop(entry)
@@ -403,15 +428,36 @@ class PromptCache:
         self.pool.drop(entry.kept)
         return self._ledger.drop(entry.number, entry.pages)
 
+    def _put_below(self, entry: Entry) -> bool:
+        """Whether the host tier has the entry's state now."""
+        if self.host is None or self._closing:
+            return False
+        assert entry.node is not None
+        return self.host.put(entry.node.tokens(), entry.kept, entry.logits, entry.hits)
+
     def _spill_entry(self, entry: Entry, spill: SpillStore) -> bool:
         assert entry.node is not None
         kept = entry.kept
         return spill.put(
             entry.node.tokens(),
             lambda: export_recurrent(self.pool, kept),
-            lambda first, last: export_rows(self.pool, kept.pages, first, last),
+            lambda first, last: export_rows(self.pool, kept, first, last),
             entry.copied_nbytes + len(kept.pages) * self._page_nbytes,
             entry.logits,
+            wait=self._closing,
+        )
+
+    def _spill_stored(self, state: HostState) -> None:
+        """Give the disk a state that leaves the host tier."""
+        if self.spill is None or not self.spill.active:
+            return
+        assert state.node is not None
+        self._spilled += self.spill.put(
+            state.node.tokens(),
+            lambda: state.recurrent,
+            state.rows_of,
+            state.whole_nbytes,
+            state.logits,
             wait=self._closing,
         )
 

@@ -69,7 +69,8 @@ class Rounds:
         """One forward for the active lanes: choose, plan, forward, sample, commit."""
         for lane in list(self.lanes):
             self._retire_if_over(lane)
-        chosen = schedule.choose([lane for lane in schedule.running(self.lanes) if self._resume(lane)])
+        running = [lane for lane in schedule.running(self.lanes) if self._resume(lane)]
+        chosen = schedule.choose(self._arrived(running))
         lanes = self._with_pages(chosen)
         if chosen and not lanes:
             raise StateFullError("no lane can go on: every key-value page is taken")
@@ -284,6 +285,16 @@ class Rounds:
             if lane.drafts is not None:
                 lane.drafts.stream = lane.stream
         return lane.stream is not None
+
+    def _arrived(self, lanes: list[Lane]) -> list[Lane]:
+        """The lanes whose states are on the device; the first one waits for its own when there are no others."""
+        ready = [lane for lane in lanes if lane.stream is not None and self.state.arrived(lane.stream)]
+        if ready or not lanes:
+            return ready
+        first = lanes[0]
+        assert first.stream is not None
+        first.stream.arrival.wait()
+        return [first]
 
     def _with_pages(self, lanes: list[Lane]) -> list[Lane]:
         """The lanes whose next rows there are pages for, all of them together."""

@@ -20,5 +20,6 @@ class EngineSettings:
     mtp_drafts: int = settings.MTP_DRAFTS.default
     drafts: bool = not settings.NO_DRAFTS.default
     prompt_cache_gib: float = settings.PROMPT_CACHE_GIB.default
+    host_cache_gib: float | None = settings.HOST_CACHE_GIB.default
     spill_dir: str | None = settings.SPILL_DIR.default
     spill_gib: float = settings.SPILL_GIB.default

@@ -31,6 +31,7 @@ from isobit.engine.radix import Node, RadixTree, Tokens, as_tokens
 from isobit.engine.spill_writer import QUEUE_BYTES, SpillWriter, Write, checksum, unlink
 from isobit.errors import IsobitError, counted
 from isobit.model.kept import Arrays, RowPiece
+from isobit.ops.copies import ARRIVED, Arrival
 from isobit.ops.version import ARITHMETIC_VERSION
 
 CHUNK_ROWS = 4096  # a multiple of PAGE_ROWS
@@ -88,11 +89,15 @@ class ForeignFile:
 
 @dataclass(frozen=True)
 class LoadedState:
-    """A state's arrays as `import_kept` takes them; reading `pieces` raises SpillDamagedError for damaged rows."""
+    """A state's arrays as `import_kept` takes them; reading `pieces` raises SpillDamagedError for damaged rows.
+
+    arrival: when the arrays hold it.
+    """
 
     recurrent: Arrays
     logits: np.ndarray | None
     pieces: Iterator[RowPiece]
+    arrival: Arrival = ARRIVED
 
 
 class SpillStore:

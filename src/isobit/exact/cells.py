@@ -10,7 +10,7 @@ DIMENSIONS: dict[str, tuple[str, ...]] = {
     "prefill": ("serial", "batched", "deep small", "deep middle", "deep whole"),
     "company": ("alone", "among strangers", "strangers mid-prefill"),
     "drafts": ("off", "mtp", "copies", "both", "half right"),
-    "start": ("fresh", "resumed", "after restart"),
+    "start": ("fresh", "resumed", "from host memory", "after restart"),
     "sampling": ("greedy", "sampled"),
     "threads": ("1", "2"),
 }

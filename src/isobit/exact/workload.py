@@ -29,6 +29,7 @@ PREFILLS: dict[str, tuple[PrefillMode, float | None]] = {
 }
 REPLY_TOKENS = 24
 CACHE_GIB = 0.5
+HOST_CACHE_GIB = 0.5
 ORACLE = Cell("serial", "alone", "off", "fresh", "sampled", "1")
 
 
@@ -115,6 +116,8 @@ class Laboratory:
         )
         if cell.start != "fresh":
             self._keep_some(request)
+        if cell.start == "from host memory":
+            self.engine.rounds.cache.evict_all()
         if cell.start == "after restart":
             self.engine.close()
             self.engine = self._open(self.context)
@@ -195,6 +198,7 @@ class Laboratory:
             parallel=4,
             decode_share=32,
             prompt_cache_gib=CACHE_GIB,
+            host_cache_gib=HOST_CACHE_GIB,
             spill_dir=self.spill.name,
         )
         return Engine(self.folder, settings, rounds=WatchedRounds, model=self.model)

@@ -13,9 +13,11 @@ import numpy as np
 from isobit.errors import IsobitError
 from isobit.model.state import KeptState, StatePool, pages_for
 from isobit.ops.batch import PAGE_ROWS, Array
+from isobit.ops.copies import ARRIVED, Arrival
 
 PARTS = ("keys", "values", "index_raw", "index_pooled")
 Arrays = dict[str, np.ndarray]
+Shapes = dict[str, tuple[tuple[int, ...], np.dtype]]
 
 
 class StateMismatchError(IsobitError):
@@ -31,18 +33,45 @@ class RowPiece:
     arrays: Arrays
 
 
-def export_recurrent(state: StatePool, kept: KeptState) -> Arrays:
-    """A kept state's recurrent arrays, without the slot axis."""
-    return {name: state.ops.to_host(copy)[0] for name, copy in kept.recurrent.items()}
+def recurrent_shapes(state: StatePool) -> Shapes:
+    """The shapes and dtypes of `take_recurrent`."""
+    return {name: (tuple(pool.shape[1:]), _host_dtype(pool)) for name, pool in state.recurrent.items()}
 
 
-def export_rows(state: StatePool, pages: Sequence[int], first: int, last: int) -> Arrays:
-    """The cache rows of a stream's rows [first, last), copied: the `arrays` of a RowPiece."""
+def row_shapes(state: StatePool, first: int, last: int) -> Shapes:
+    """The shapes and dtypes of `take_rows`."""
+    shapes: Shapes = {}
+    for name, cache in state.caches.items():
+        for part, _, begin, end in _ranges(state, name, first, last):
+            pool = getattr(cache, part)
+            shapes[f"{name}.{part}"] = (end - begin, *pool.shape[2:]), _host_dtype(pool)
+    return shapes
+
+
+def take_recurrent(kept: KeptState) -> dict[str, Array]:
+    """A kept state's recurrent arrays on the device, without the slot axis."""
+    kept.arrival.precede()
+    return {name: copy[0] for name, copy in kept.recurrent.items()}
+
+
+def take_rows(state: StatePool, kept: KeptState, first: int, last: int) -> dict[str, Array]:
+    """The cache rows of a kept state's rows [first, last), copied on the device: as the `arrays` of a RowPiece."""
+    kept.arrival.precede()
     arrays = {}
     for name, cache in state.caches.items():
         for part, per_page, begin, end in _ranges(state, name, first, last):
-            arrays[f"{name}.{part}"] = _read_units(state, getattr(cache, part), pages, per_page, begin, end)
+            arrays[f"{name}.{part}"] = _take_units(state, getattr(cache, part), kept.pages, per_page, begin, end)
     return arrays
+
+
+def export_recurrent(state: StatePool, kept: KeptState) -> Arrays:
+    """A kept state's recurrent arrays on the host, without the slot axis."""
+    return {name: state.ops.to_host(copy) for name, copy in take_recurrent(kept).items()}
+
+
+def export_rows(state: StatePool, kept: KeptState, first: int, last: int) -> Arrays:
+    """The cache rows of a kept state's rows [first, last), copied to the host: the `arrays` of a RowPiece."""
+    return {name: state.ops.to_host(units) for name, units in take_rows(state, kept, first, last).items()}
 
 
 def import_kept(
@@ -51,26 +80,36 @@ def import_kept(
     recurrent: Arrays,
     pieces: Iterable[RowPiece],
     shared: Sequence[int] = (),
+    after: Arrival = ARRIVED,
 ) -> KeptState:
-    """A kept state at row `rows` from host arrays.
+    """A kept state at row `rows` from host arrays, which hold it when `after` is done; it arrives beside the forwards.
 
     shared: the stream's first pages where they are in the pool already, finished; `pieces` cover at least what lies
     beyond them, in order. Raises StateFullError when too few pages are free, StateMismatchError for arrays that are not
     this model's; nothing is taken then, nor when `pieces` raises.
     """
-    copies = {
+    host = {
         name: _checked(name, recurrent.get(name), pool.shape[1:], pool.dtype)[None]
         for name, pool in state.recurrent.items()
     }
     pages = [*shared, *state.take_pages(pages_for(rows) - len(shared))]
+    sources = [host]
     try:
-        for piece in pieces:
-            _write_rows(state, pages, len(shared), piece)
+        copies = {name: state.ops.zeros(array.shape, array.dtype) for name, array in host.items()}
+
+        def write() -> None:
+            for name, array in host.items():
+                state.ops.put_rows(copies[name], [0], array)
+            for piece in pieces:
+                _write_rows(state, pages, len(shared), piece)
+                sources.append(piece.arrays)
+
+        arrival = state.ops.copies.upload(write, after, sources)
     except BaseException:
         state.release_pages(pages[len(shared) :])
         raise
     state.share_pages(shared)
-    return KeptState(rows, tuple(pages), {name: _own_copy(state, copy) for name, copy in copies.items()})
+    return KeptState(rows, tuple(pages), copies, arrival)
 
 
 def finished_pages(rows: int) -> int:
@@ -87,9 +126,9 @@ def _ranges(state: StatePool, name: str, first: int, last: int) -> list[tuple[st
     return [*((part, PAGE_ROWS, begin, end) for part in PARTS[:-1]), pooled]
 
 
-def _read_units(state: StatePool, pool: Array, pages: Sequence[int], per_page: int, begin: int, end: int) -> np.ndarray:
+def _take_units(state: StatePool, pool: Array, pages: Sequence[int], per_page: int, begin: int, end: int) -> Array:
     first_page, last_page = begin // per_page, -(-end // per_page)
-    paged = state.ops.to_host(state.ops.take_rows(pool, list(pages[first_page:last_page])))
+    paged = state.ops.take_rows(pool, list(pages[first_page:last_page]))
     units = paged.reshape(-1, *paged.shape[2:])
     return units[begin - first_page * per_page : end - first_page * per_page]
 
@@ -107,13 +146,17 @@ def _write_units(
     state: StatePool, pool: Array, pages: Sequence[int], per_page: int, begin: int, units: np.ndarray
 ) -> None:
     """Write units from unit `begin` on; a page that they cover in part keeps the rest."""
-    while len(units):
-        page, offset = divmod(begin, per_page)
-        count = min(per_page - offset, len(units))
-        paged = np.array(state.ops.to_host(state.ops.take_rows(pool, [pages[page]])))
-        paged[0, offset : offset + count] = units[:count]
-        state.ops.put_rows(pool, [pages[page]], paged)
-        begin, units = begin + count, units[count:]
+    end = begin + len(units)
+    first_whole = min(-(-begin // per_page) * per_page, end)
+    last_whole = max(end // per_page * per_page, first_whole)
+    if first_whole < last_whole:
+        whole = units[first_whole - begin : last_whole - begin].reshape(-1, per_page, *units.shape[1:])
+        state.ops.put_rows(pool, list(pages[first_whole // per_page : last_whole // per_page]), whole)
+    for first, last in ((begin, first_whole), (last_whole, end)):
+        if first < last:
+            places = [pages[unit // per_page] * per_page + unit % per_page for unit in range(first, last)]
+            flat = pool.reshape(-1, *pool.shape[2:])
+            state.ops.put_rows(flat, places, units[first - begin : last - begin])
 
 
 def _checked(name: str, array: np.ndarray | None, shape: Sequence[int], dtype) -> np.ndarray:
@@ -123,7 +166,5 @@ def _checked(name: str, array: np.ndarray | None, shape: Sequence[int], dtype) -
     return array
 
 
-def _own_copy(state: StatePool, copy: np.ndarray) -> Array:
-    device = state.ops.zeros(copy.shape, copy.dtype)
-    state.ops.put_rows(device, [0], copy)
-    return device
+def _host_dtype(array: Array) -> np.dtype:
+    return np.dtype(str(array.dtype).removeprefix("torch."))

@@ -9,6 +9,7 @@ import numpy as np
 
 from isobit.errors import IsobitError
 from isobit.ops.batch import PAGE_ROWS, Array, AttentionCache, Batch
+from isobit.ops.copies import ARRIVED, Arrival
 
 if TYPE_CHECKING:
     from isobit.model.plan import Plan
@@ -20,11 +21,15 @@ class StateFullError(IsobitError):
 
 @dataclass
 class Stream:
-    """A reply's place in the pools. `rows` tokens are in its state; `pages` holds its key-value pages in order."""
+    """A reply's place in the pools. `rows` tokens are in its state; `pages` holds its key-value pages in order.
+
+    arrival: when its state, which may come from the host, is there.
+    """
 
     slot: int
     pages: list[int] = field(default_factory=list)
     rows: int = 0
+    arrival: Arrival = ARRIVED
 
 
 @dataclass(frozen=True)
@@ -38,11 +43,15 @@ class Unsettled:
 
 @dataclass(frozen=True)
 class KeptState:
-    """A stream's state at row `rows`: copies of its recurrent state, and shares of its key-value pages."""
+    """A stream's state at row `rows`: copies of its recurrent state, and shares of its key-value pages.
+
+    arrival: when all of it, which may come from the host, is there.
+    """
 
     rows: int
     pages: tuple[int, ...]
     recurrent: dict[str, Array]
+    arrival: Arrival = ARRIVED
 
     @property
     def nbytes(self) -> int:
@@ -135,6 +144,7 @@ class StatePool:
 
     def close(self, stream: Stream) -> None:
         """Give the stream's slot and pages back."""
+        stream.arrival.precede()
         self._release(stream.pages)
         stream.pages.clear()
         self._unsettled.pop(stream.slot, None)
@@ -142,25 +152,35 @@ class StatePool:
 
     def save(self, stream: Stream) -> KeptState:
         """The stream's state at its current row; costs copies of the recurrent state, and shares the pages."""
+        stream.arrival.precede()
         pages = tuple(stream.pages[: pages_for(stream.rows)])
         copies = {name: self.ops.take_rows(pool, [stream.slot]) for name, pool in self.recurrent.items()}
         self._share(pages)
         return KeptState(stream.rows, pages, copies)
 
     def restore(self, kept: KeptState) -> Stream:
-        """A new stream that goes on from the kept state."""
+        """A new stream that goes on from the kept state, once that has arrived."""
         stream = self.open()
-        for name, copy in kept.recurrent.items():
-            self.ops.put_rows(self.recurrent[name], [stream.slot], copy)
+        if kept.arrival.arrived():
+            self._fill(stream, kept)
+        else:
+            stream.arrival = self.ops.copies.upload(lambda: self._fill(stream, kept), kept.arrival, kept)
         self._share(kept.pages)
         stream.pages = list(kept.pages)
         stream.rows = kept.rows
         return stream
 
+    def arrived(self, stream: Stream) -> bool:
+        """Whether all of the stream's state is there."""
+        if stream.arrival.arrived():
+            stream.arrival = ARRIVED
+        return stream.arrival is ARRIVED
+
     def rewind(self, stream: Stream, kept: KeptState) -> None:
         """Take the stream back to a state that was kept of it."""
-        for name, copy in kept.recurrent.items():
-            self.ops.put_rows(self.recurrent[name], [stream.slot], copy)
+        stream.arrival.precede()
+        kept.arrival.precede()
+        self._fill(stream, kept)
         self._share(kept.pages)
         self._release(stream.pages)
         stream.pages = list(kept.pages)
@@ -168,6 +188,7 @@ class StatePool:
 
     def drop(self, kept: KeptState) -> None:
         """Give up a kept state's share of its pages."""
+        kept.arrival.precede()
         self._release(kept.pages)
 
     def pages_needed(self, stream: Stream, count: int) -> int:
@@ -176,12 +197,18 @@ class StatePool:
 
     def reserve(self, stream: Stream, count: int) -> None:
         """Make sure that rows [stream.rows, stream.rows + count) can be written to pages of the stream's own."""
+        stream.arrival.precede()
         needed = self.pages_needed(stream, count)
         if needed > len(self._free_pages):
             raise StateFullError(f"the key-value pages are full: {needed} needed, {len(self._free_pages)} free")
         for i in self._shared_pages(stream):
             stream.pages[i] = self._copy_page(stream.pages[i])
         stream.pages.extend(self._take_page() for _ in range(self._missing_pages(stream, count)))
+
+    def _fill(self, stream: Stream, kept: KeptState) -> None:
+        """Copy the kept recurrent state into the stream's slot."""
+        for name, copy in kept.recurrent.items():
+            self.ops.put_rows(self.recurrent[name], [stream.slot], copy)
 
     def _missing_pages(self, stream: Stream, count: int) -> int:
         return max(pages_for(stream.rows + count) - len(stream.pages), 0)
@@ -225,6 +252,7 @@ class StatePool:
 
     def export(self, stream: Stream) -> dict[str, np.ndarray]:
         """The whole state at the stream's row as host arrays: what defines its future, and nothing beyond."""
+        stream.arrival.precede()
         arrays = {name: self.ops.to_host(self.ops.take_rows(p, [stream.slot]))[0] for name, p in self.recurrent.items()}
         for name, cache in self.caches.items():
             rows = max(stream.rows - 1, 0) if name == "mtp" else stream.rows

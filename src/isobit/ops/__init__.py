@@ -38,7 +38,7 @@ def load_ops(device: str) -> Ops:
     for folder in OP_FOLDERS:
         module = importlib.import_module(f"isobit.ops.{folder}.{device}")
         functions.update({name: getattr(module, name) for name in module.__all__})
-    return SimpleNamespace(passes=_passes(device), **functions)
+    return SimpleNamespace(passes=_passes(device), copies=_copies(device), **functions)
 
 
 def device_kind(device: str) -> str:
@@ -58,6 +58,16 @@ def _passes(device: str) -> Any:
     from isobit.cuda.graphs import GraphPasses
 
     return GraphPasses()
+
+
+def _copies(device: str) -> Any:
+    if device == "cpu":
+        from isobit.ops.copies import Copies
+
+        return Copies()
+    from isobit.cuda.copies import StreamCopies
+
+    return StreamCopies()
 
 
 def import_contracts(device: str = "cpu") -> None:

@@ -28,6 +28,13 @@ CACHE = (
     ("isobit_cache_entries", "Kept states in memory.", "entries"),
     ("isobit_cache_bytes", "Memory of the kept states.", "nbytes"),
     ("isobit_cache_limit_bytes", "Memory that kept states may take.", "limit_bytes"),
+    (
+        "isobit_cache_host_entries",
+        "Kept states in the host tier.",
+        "host_entries",
+    ),
+    ("isobit_cache_host_bytes", "Host memory that these take.", "host_nbytes"),
+    ("isobit_cache_host_limit_bytes", "Host memory that they may take.", "host_limit_bytes"),
     ("isobit_cache_spill_entries", "Kept states in the spill folder.", "spill_entries"),
     ("isobit_cache_spill_bytes", "Disk space of the spill folder's states.", "spill_nbytes"),
 )
@@ -36,6 +43,9 @@ CACHE_TOTALS = (
     ("isobit_cache_misses", "Prompts that found none.", "misses"),
     ("isobit_cache_rows_saved", "Prompt rows that kept states stood for.", "rows_saved"),
     ("isobit_cache_evictions", "Kept states dropped from memory.", "evictions"),
+    ("isobit_cache_host_stored", "Kept states given to the host tier.", "host_stored"),
+    ("isobit_cache_host_hits", "Kept states taken from the host tier.", "host_hits"),
+    ("isobit_cache_host_skipped", "Kept states that the host tier had no memory for.", "host_skipped"),
     ("isobit_cache_spilled", "Kept states given to the spill folder.", "spilled"),
     ("isobit_cache_spill_skipped", "Kept states dropped because the disk was still busy with others.", "spill_skipped"),
     ("isobit_cache_restored", "Kept states read back from it.", "restored"),
