@@ -16,6 +16,12 @@ def empty(nbytes):
     return np.empty(nbytes, np.uint8)
 
 
+def filled(part, value):
+    """A view of the part, all of one value."""
+    part[...] = value
+    return part.view(np.uint8)
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     limit=st.integers(0, 5 * BLOCK),
@@ -30,16 +36,13 @@ def test_parts_are_apart_within_the_limit_and_free_again(limit, steps):
         parts = memory.take(sizes)
         if parts is not None:
             assert [part.nbytes for part in parts] == sizes
-            for part in parts:
-                part[...] = number
-                held.append((part.view(np.uint8), number))
+            held.extend((filled(part, number), number) for part in parts)
         del parts
         del held[:dropped]
         assert all((part == value).all() for part, value in held)
         taken = sum(-(-part.nbytes // ALIGNMENT) * ALIGNMENT for part, _ in held)
         assert memory.nbytes - memory.free_nbytes == taken
         assert memory.nbytes <= limit
-    del part
     held.clear()
     assert memory.free_nbytes == memory.nbytes
     blocks = [BLOCK] * (memory.nbytes // BLOCK)

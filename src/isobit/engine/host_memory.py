@@ -73,6 +73,10 @@ class HostMemory:
         """Whether there will be more memory than there is now."""
         return not self._exhausted and self._next_block(self._nbytes) > 0
 
+    def could_hold(self, sizes: Sequence[int]) -> bool:
+        """Whether arrays of these sizes may fit when nothing else is there."""
+        return sum(map(_rounded, sizes)) <= self.limit_bytes and max(sizes, default=0) <= self.block_bytes
+
     def take(self, sizes: Sequence[int]) -> list[np.ndarray] | None:
         """Arrays uint8 of these sizes, or None where they do not fit as things are."""
         self._reclaim()

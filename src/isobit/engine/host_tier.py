@@ -212,7 +212,7 @@ class HostTier:
         """Arrays of these shapes, after states have made room for them; None when they cannot."""
         flat = [(shape, dtype) for group in shapes for shape, dtype in group.values()]
         sizes = [int(np.prod(shape)) * dtype.itemsize for shape, dtype in flat]
-        if sum(sizes) > self.limit_bytes:
+        if not self.memory.could_hold(sizes):
             return None
         blocks = self.memory.take(sizes)
         while blocks is None:
