@@ -10,9 +10,13 @@ from hypothesis import strategies as st
 
 from isobit.engine import spill as spill_module
 from isobit.engine.host_memory import ALIGNMENT
+from isobit.engine.host_tier import HostTier
 from isobit.engine.prompt_cache import PromptCache
 from isobit.engine.spill import SpillStore
-from isobit.model.state import StateFullError
+from isobit.model.kept import export_rows
+from isobit.model.state import StateFullError, StatePool, cache_pools
+from isobit.ops import load_ops
+from isobit.ops.batch import AttentionCache
 from isobit.ops.copies import Copies
 from tests.engine.delayed_copies import delay_copies
 from tests.engine.test_prompt_cache import (
@@ -329,6 +333,94 @@ def test_one_restored_state_serves_several_streams_before_it_is_there():
         assert pool.digest(other) == digest_after(BASE[: other.rows])
 
 
+def restoring(rows: int = 150, slots: int = 3):
+    """A cache that has just begun to take a state back from host memory, its hit, and its late copies."""
+    pool = tiny_pool(slots=slots)
+    copies = delay_copies(pool)
+    cache = PromptCache(pool, AMPLE, None, ROOMY)
+    keep(cache, BASE[:rows])
+    cache.evict_all()
+    hit = cache.lookup(BASE)
+    assert not hit.kept.arrival.arrived()
+    return cache, hit, copies
+
+
+def test_an_entry_that_goes_before_it_is_there_leaves_its_pages_clean():
+    cache, hit, copies = restoring()
+    cache.release(hit)
+    cache.evict_all()
+    stream = cache.pool.open()
+    feed(cache.pool, stream, unrelated(9, 200))
+    copies.pass_time(99, 99)
+    assert cache.pool.digest(stream) == digest_after(unrelated(9, 200))
+
+
+def test_a_stream_can_be_kept_and_fed_before_it_is_there():
+    cache, hit, copies = restoring()
+    stream = cache.restore(hit)
+    kept = cache.pool.save(stream)
+    copies.pass_time(99, 99)
+    assert cache.pool.digest(cache.pool.restore(kept)) == digest_after(BASE[:150])
+    other, hit, copies = restoring()
+    stream = other.restore(hit)
+    feed(other.pool, stream, BASE[:180])
+    copies.pass_time(99, 99)
+    assert other.pool.digest(stream) == digest_after(BASE[:180])
+
+
+def test_an_entry_can_be_copied_to_the_host_again_before_it_is_there():
+    cache, hit, copies = restoring()
+    cache.release(hit)
+    cache.host.drop(cache.host.path(BASE)[-1])
+    cache.evict_all()
+    assert (len(cache), len(cache.host)) == (0, 1)
+    copies.pass_time(99, 99)
+    assert_resumes(cache, BASE[:150], 150)
+
+
+def test_host_memory_that_is_being_read_is_not_written():
+    cache, hit, copies = restoring()
+    cache.host.drop(cache.host.path(BASE)[-1])
+    keep(cache, unrelated(9, 150), with_logits=True)
+    cache._evict(cache._tree.find(unrelated(9, 150)).value)
+    copies.pass_time(0, 99)
+    assert cache.pool.digest(cache.restore(hit)) == digest_after(BASE[:150])
+
+
+def test_host_memory_that_is_being_written_is_not_given_away():
+    pool = tiny_pool()
+    copies = delay_copies(pool)
+    cache = PromptCache(pool, AMPLE, None, ROOMY)
+    keep(cache, BASE[:200])
+    cache.evict_all()
+    cache.host.drop(cache.host.path(BASE)[-1])
+    keep(cache, unrelated(9, 10), with_logits=True)
+    cache.evict_all()
+    copies.pass_time(99, 99)
+    logits = cache.lookup(unrelated(9, 10)).logits
+    assert logits.tobytes() == logits_after(unrelated(9, 10)).tobytes()
+
+
+def test_a_state_that_goes_to_disk_at_once_is_whole():
+    pool = tiny_pool()
+    delay_copies(pool)
+    seen = []
+
+    def note(state):
+        seen.append([{name: array.copy() for name, array in piece.arrays.items()} for piece in state.pieces()])
+
+    tier = HostTier(pool, ROOMY, note)
+    stream = pool.open()
+    feed(pool, stream, BASE[:100])
+    kept = pool.save(stream)
+    expected = [export_rows(pool, kept, first, last) for first, last in ((0, 64), (64, 100))]
+    assert tier.put(BASE[:100], kept)
+    tier.evict_while(lambda: True)
+    assert [[array.tobytes() for array in piece.values()] for piece in seen[0]] == [
+        [array.tobytes() for array in piece.values()] for piece in expected
+    ]
+
+
 @contextlib.contextmanager
 def broken(owner, name, replacement):
     before = getattr(owner, name)
@@ -351,30 +443,45 @@ def test_a_copy_that_nobody_waits_for_would_be_found():
         assert pool.digest(stream) != digest_after(BASE[:100])
 
 
-@pytest.mark.parametrize("rows", [1, 64, 70])
-def test_the_cuda_model_goes_on_from_host_memory(emulated_cuda, test_checkpoint, rows):
-    from isobit.checkpoint.reader import Checkpoint
-    from isobit.model.load import load_model
-    from isobit.model.plan import Plan, Segment
-    from isobit.ops import load_ops
+def cuda_pool(rng, slots: int = 2, pages: int = 12):
+    """A pool on the device, its arrays full of random bytes."""
+    from isobit.cuda import memory
 
-    model = load_model(Checkpoint(test_checkpoint), load_ops("cuda"), context=128)
-    tokens = np.random.default_rng(rows).integers(0, model.config.vocab_size, 71).tolist()
-    state = model.new_state(slots=2, pages=6)
-    cache = PromptCache(state, AMPLE, None, 1 << 24)
+    def random(*shape, dtype=np.float32):
+        return memory.to_device(rng.integers(0, 100, shape).astype(dtype))
+
+    recurrent = {"a.conv": random(slots, 2, 3), "a.history": rng.integers(0, 100, (slots, 2)).astype(np.int32)}
+    halves = [random(pages, 64, 1, 2, dtype=np.float16) for _ in range(4)]
+    raw, pooled = ([random(pages, rows, 2) for _ in range(2)] for rows in (64, 16))
+    caches = {name: AttentionCache(halves[i], halves[i + 2], raw[i], pooled[i]) for i, name in enumerate(("b", "mtp"))}
+    return StatePool(load_ops("cuda"), recurrent, {}, caches, 4, slots, pages)
+
+
+@pytest.mark.usefixtures("emulated_cuda")
+@pytest.mark.parametrize("rows", [1, 64, 129, 400])
+def test_states_of_the_cuda_device_come_back_from_each_tier(tmp_path, rows):
+    pool = cuda_pool(np.random.default_rng(rows))
+    cache = PromptCache(pool, AMPLE, SpillStore(tmp_path, AMPLE, "checkpoint", "cuda"), ROOMY)
     cache.host.memory.settle()
-    stream = state.open()
-    logits = model.ops.to_host(model.forward(state, Plan((Segment(stream, tuple(tokens[:rows]), "last"),))))[0]
-    cache.keep(tokens, stream, logits)
-    digest = state.digest(stream)
-    expected = model.ops.to_host(model.forward(state, Plan((Segment(stream, tuple(tokens[rows:]), "last"),))))
-    after = state.digest(stream)
-    state.close(stream)
-    cache.evict_all()
-    assert (len(cache), len(cache.host), state.free_pages) == (0, 1, 6)
-    hit = cache.lookup(tokens[:rows])
-    assert hit.logits.tobytes() == logits.tobytes()
-    stream = cache.restore(hit)
-    assert state.digest(stream) == digest
-    given = model.ops.to_host(model.forward(state, Plan((Segment(stream, tuple(tokens[rows:]), "last"),))))
-    assert (given.tobytes(), state.digest(stream)) == (expected.tobytes(), after)
+    tokens = np.random.default_rng(0).integers(0, 50, rows)
+    stream = pool.open()
+    pool.reserve(stream, rows)
+    stream.rows = rows
+    digest = pool.digest(stream)
+    cache.keep(tokens, stream)
+    pool.close(stream)
+    for tier in ("host", "disk", "host"):
+        cache.evict_all()
+        if tier == "disk":
+            evict_host(cache)
+            assert (len(cache), len(cache.host), len(cache.spill)) == (0, 0, 1)
+        assert pool.free_pages == pool.pages
+        for cached in pool.caches.values():
+            for array in cache_pools(cached):
+                pool.ops.fill_rows(array, range(pool.pages), 101)
+        stream = cache.restore(cache.lookup([*tokens, 7]))
+        assert (stream.rows, pool.digest(stream)) == (rows, digest)
+        pool.close(stream)
+    metrics = cache.metrics()
+    assert (metrics.host_hits, metrics.restored, metrics.spilled) == (2, 1, 1)
+    cache.close()
