@@ -368,6 +368,19 @@ def test_a_stream_can_be_kept_and_fed_before_it_is_there():
     assert other.pool.digest(stream) == digest_after(BASE[:180])
 
 
+def test_what_a_stream_is_filled_from_stays_until_it_is_there():
+    cache, hit, copies = restoring()
+    upload, kept_alive = copies.upload, []
+
+    def noting(work, after, sources):
+        kept_alive.append(sources)
+        return upload(work, after, sources)
+
+    copies.upload = noting
+    cache.restore(hit)
+    assert kept_alive == [hit.kept]
+
+
 def test_an_entry_can_be_copied_to_the_host_again_before_it_is_there():
     cache, hit, copies = restoring()
     cache.release(hit)

@@ -12,6 +12,7 @@ from isobit.ops import set_threads, threads
 
 DRAFTED = Cell("deep whole", "among strangers", "half right", "fresh", "sampled", "2")
 RESUMED = Cell("batched", "alone", "off", "resumed", "greedy", "1")
+FROM_HOST = Cell("deep small", "among strangers", "copies", "from host memory", "sampled", "1")
 RESTARTED = Cell("deep middle", "alone", "mtp", "after restart", "sampled", "2")
 
 
@@ -35,7 +36,7 @@ def test_every_pair_of_values_agrees(laboratory):
     assert [outcome for outcome in outcomes if outcome.difference] == []
 
 
-@pytest.mark.parametrize("cell", [DRAFTED, RESUMED, RESTARTED], ids=str)
+@pytest.mark.parametrize("cell", [DRAFTED, RESUMED, FROM_HOST, RESTARTED], ids=str)
 def test_a_cell_uses_what_it_names(laboratory, cell, monkeypatch):
     """Drafts are proposed and partly wrong, rows are reused: else a cell would prove nothing."""
     ends = []
@@ -43,9 +44,12 @@ def test_a_cell_uses_what_it_names(laboratory, cell, monkeypatch):
     monkeypatch.setattr(Rounds, "_retire", lambda rounds, lane, *rest: (ends.append(lane), retire(rounds, lane, *rest)))
     subject = laboratory.subject(cell.sampling == "sampled")
     ends.clear()
+    before = laboratory.engine.status().cache
     assert compute(laboratory, subject, cell).difference is None
     lane = next(lane for lane in ends if lane.request.tokens == subject.request.tokens)
     assert (lane.rows_reused > 0) == (cell.start != "fresh")
+    after = laboratory.engine.status().cache
+    assert (after.host_hits > before.host_hits) == (cell.start == "from host memory")
     if cell.drafts == "half right":
         assert 0 < lane.accepted < lane.drafted
 
