@@ -267,6 +267,28 @@ def test_a_device_without_memory_for_a_copy_keeps_its_books(failing):
     assert_resumes(cache, BASE[:100], 100)
 
 
+def test_a_device_without_memory_for_a_state_computes_it_again(caplog):
+    pool = tiny_pool()
+    cache = PromptCache(pool, AMPLE, None, ROOMY)
+    for rows in (40, 100):
+        keep(cache, BASE[:rows])
+    cache.evict_all()
+    zeros, calls = pool.ops.zeros, []
+
+    def short_of_memory(shape, dtype):
+        calls.append(shape)
+        if len(calls) == 2:
+            raise MemoryError
+        return zeros(shape, dtype)
+
+    pool.ops.zeros = short_of_memory
+    assert_resumes(cache, BASE[:100], 40)
+    assert pool.free_pages == pool.pages - 1
+    assert "no memory for it" in caplog.text
+    check_host(cache)
+    assert_resumes(cache, BASE[:100], 100)
+
+
 def test_nothing_is_kept_where_the_cache_keeps_nothing():
     cache = PromptCache(tiny_pool(), 0, None, ROOMY)
     assert cache.host is None

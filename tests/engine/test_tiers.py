@@ -126,10 +126,12 @@ def test_a_lane_that_is_cancelled_while_its_state_arrives_ends(test_checkpoint):
 @pytest.mark.parametrize(("asked", "on_cpu"), [(None, 0), (0.0, 0), (1.5, 3 << 29)])
 def test_a_cpu_keeps_nothing_twice_unless_it_is_told_to(asked, on_cpu):
     assert Placement("cpu").host_cache_bytes(asked) == on_cpu
+    assert Placement("cpu").within_limit(on_cpu) == on_cpu
 
 
 @pytest.mark.parametrize(("free", "taken"), [(8 << 30, 2 << 30), (1 << 40, MOST_HOST_CACHE)])
 def test_a_gpu_takes_a_share_of_the_free_host_memory(monkeypatch, free, taken):
-    monkeypatch.setattr(Placement, "on_host", False)
+    monkeypatch.setattr(Placement, "_on_host", False)
     monkeypatch.setattr("isobit.engine.memory.available", lambda: free)
     assert Placement("cuda").host_cache_bytes(None) == taken
+    assert Placement("cuda").within_limit(taken) == 0

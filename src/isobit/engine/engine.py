@@ -83,8 +83,7 @@ class Engine:
         loaded, limit = placement.loaded(), placement.limit(settings.memory_gib)
         cache_bytes = int(settings.prompt_cache_gib * memory.GIB)
         host_bytes = placement.host_cache_bytes(settings.host_cache_gib) if cache_bytes else 0
-        # Where the device's memory is the host's, the limit is for both.
-        taken = loaded + host_bytes if placement.on_host else loaded
+        taken = loaded + placement.within_limit(host_bytes)
         self.budget = allot(self.model, limit, taken, settings.parallel, cache_bytes)
         state = self.model.new_state(self.budget.lanes, self.budget.pages)
         spill = self._spill_store(cache_bytes)

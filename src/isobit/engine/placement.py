@@ -54,8 +54,7 @@ class Placement:
         return 1024 if self.device == "cpu" else 8192
 
     @property
-    def on_host(self) -> bool:
-        """Whether the device's memory is the host's."""
+    def _on_host(self) -> bool:
         if self.device == "cpu":
             return True
         from isobit.cuda import memory as gpu
@@ -64,7 +63,7 @@ class Placement:
 
     def loaded(self) -> int:
         """Bytes that are taken: on the CPU by this process, on a GPU by its weights."""
-        if self.on_host:
+        if self._on_host:
             return memory.anonymous_resident()
         import torch
 
@@ -74,7 +73,7 @@ class Placement:
         """The most bytes to use in all."""
         if memory_gib:
             return int(memory_gib * memory.GIB)
-        if self.on_host:
+        if self._on_host:
             return self.loaded() + memory.available()
         import torch
 
@@ -85,11 +84,15 @@ class Placement:
         """Bytes of host memory for kept states that the device has no room for."""
         if host_cache_gib is not None:
             return int(host_cache_gib * memory.GIB)
-        return 0 if self.on_host else min(memory.available() // HOST_CACHE_PART, MOST_HOST_CACHE)
+        return 0 if self._on_host else min(memory.available() // HOST_CACHE_PART, MOST_HOST_CACHE)
+
+    def within_limit(self, host_bytes: int) -> int:
+        """How many of these bytes of host memory count against the device's limit: all where both are one memory."""
+        return host_bytes if self._on_host else 0
 
     def can_allocate(self, count: int) -> bool:
         """Whether `count` more bytes are to be had."""
-        if self.on_host:
+        if self._on_host:
             try:
                 np.empty(count, dtype=np.uint8)
             except MemoryError:

@@ -296,6 +296,9 @@ class PromptCache:
             kept = import_kept(self.pool, state.rows, loaded.recurrent, loaded.pieces, shared, loaded.arrival)
         except SpillDamagedError:
             return None
+        except self.pool.ops.copies.failures as error:
+            log.warning("a kept state is not used, for there is no memory for it: %s", str(error).partition("\n")[0])
+            return None
         except StateMismatchError as error:
             log.warning("a state from the spill folder is not used: %s", error)
             store.drop(state)

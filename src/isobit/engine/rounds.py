@@ -287,14 +287,8 @@ class Rounds:
         return lane.stream is not None
 
     def _arrived(self, lanes: list[Lane]) -> list[Lane]:
-        """The lanes whose states are on the device; the first one waits for its own when there are no others."""
-        ready = [lane for lane in lanes if lane.stream is not None and self.state.arrived(lane.stream)]
-        if ready or not lanes:
-            return ready
-        first = lanes[0]
-        assert first.stream is not None
-        first.stream.arrival.wait()
-        return [first]
+        """The lanes whose states are on the device; without any, the first, whose forward then waits there."""
+        return [lane for lane in lanes if lane.stream is not None and self.state.arrived(lane.stream)] or lanes[:1]
 
     def _with_pages(self, lanes: list[Lane]) -> list[Lane]:
         """The lanes whose next rows there are pages for, all of them together."""
