@@ -12,7 +12,9 @@ from isobit.engine.engine import Engine, EngineSettings
 from isobit.engine.request import Request, Sampling
 from tests.engine.listening import Listener, prompt, reply
 
-SETTINGS = EngineSettings(context=220, parallel=3, segment_rows=48, decode_share=16, prompt_cache_gib=0.05)
+SETTINGS = EngineSettings(
+    context=220, parallel=3, segment_rows=48, decode_share=16, prompt_cache_gib=0.05, host_cache_gib=0.01
+)
 TRUNKS, LENGTHS = 3, (4, 40, 90, 150)
 
 
@@ -76,6 +78,11 @@ def test_any_course_of_events_gives_the_oracles_replies(test_checkpoint, oracle,
         def evict(self):
             self.finish()
             self.engine.rounds.cache.evict_all()
+
+        @rule()
+        def evict_from_the_host(self):
+            self.finish()
+            self.engine.rounds.cache.host.evict_while(lambda: True)
 
         @rule()
         def restart(self):
