@@ -65,6 +65,7 @@ def test_the_version(capsys):
         (["serve", "DIR", "--port", "99999"], "65,535"),
         (["serve", "DIR", "--parallel", "0"], "1 to 256"),
         (["serve", "DIR", "--spill-dir", "x", "--prompt-cache-gib", "0"], "--spill-dir needs a prompt cache"),
+        (["serve", "DIR", "--host-cache-gib", "1", "--prompt-cache-gib", "0"], "--host-cache-gib needs a prompt cache"),
         (["serve", "DIR", "--host", "no.such.host.invalid"], "no.such.host.invalid"),
         (["bench", "prefill", "DIR", "--lengths", "a,b"], "--lengths"),
     ],

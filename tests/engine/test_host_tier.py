@@ -204,6 +204,22 @@ def test_states_that_share_a_beginning_share_its_memory():
     check_host(cache)
 
 
+def test_a_state_that_is_wanted_stays_while_others_are_touched():
+    """Room for it is made on the device, by states whose logits then come to the host tier."""
+    cache = PromptCache(tiny_pool(), AMPLE, None, 8192)
+    for first in (10, 11):
+        keep(cache, unrelated(first, 30))
+        cache.evict_all()
+    wanted, other = (cache.host.path(unrelated(first, 30))[0] for first in (10, 11))
+    with cache.host.holding(wanted):
+        with cache.host.holding(other):
+            assert not cache.host._evict_one()
+        cache.host.evict_while(lambda: True)
+    del other
+    assert {tokens[0] for tokens in hosted(cache)} == {10}
+    check_host(cache)
+
+
 def test_the_least_valuable_go_first():
     """Rows saved and hits count for a state, bytes and age against it."""
     cache = PromptCache(tiny_pool(), AMPLE, None, 4 * 4096)

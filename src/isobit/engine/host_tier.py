@@ -89,7 +89,7 @@ class HostTier:
         self._tree: RadixTree[HostState] = RadixTree()
         self._chunks: RadixTree[HostRows] = RadixTree()
         self._states: set[HostState] = set()
-        self._held: HostState | None = None
+        self._held: list[HostState] = []
         self._uses = 0
 
     def __len__(self) -> int:
@@ -102,11 +102,11 @@ class HostTier:
     @contextlib.contextmanager
     def holding(self, state: HostState) -> Iterator[None]:
         """Within, this state stays."""
-        self._held = state
+        self._held.append(state)
         try:
             yield
         finally:
-            self._held = None
+            self._held.remove(state)
 
     def put(self, tokens: Tokens, kept: KeptState, logits: np.ndarray | None = None, hits: int = 0) -> bool:
         """Take a state of the device, which may be dropped there at once, unless it is here; whether it is here now.
@@ -235,7 +235,7 @@ class HostTier:
 
     def _evict_one(self) -> bool:
         """Let the least valuable state go; False when there is none."""
-        state = min((state for state in self._states if state is not self._held), key=self._rank, default=None)
+        state = min(self._states.difference(self._held), key=self._rank, default=None)
         if state is None:
             return False
         state.arrival.wait()
