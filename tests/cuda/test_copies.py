@@ -102,6 +102,19 @@ def test_an_upload_comes_after_forwards_and_downloads_and_keeps_its_sources(cour
     assert alive() is None
 
 
+def test_an_upload_that_is_done_lets_the_sources_of_earlier_ones_go(course):
+    copies = StreamCopies()
+    sources = np.zeros(5)
+    alive = weakref.ref(sources)
+    first, second = copies.upload(course.working, sources=[sources]), copies.upload(course.working)
+    del sources
+    first._event.done = True
+    assert alive() is not None
+    second._event.done = True
+    assert second.arrived()
+    assert alive() is None
+
+
 def test_a_later_upload_lets_the_sources_of_earlier_ones_go(course):
     copies = StreamCopies()
     sources = np.zeros(5)

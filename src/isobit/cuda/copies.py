@@ -16,18 +16,14 @@ MOST_LEAVING = 256 << 20  # bytes that lie gathered on the device until they are
 
 
 class StreamArrival(Arrival):
-    """What a stream was given up to now. sources: kept alive until that is done."""
+    """What a stream was given up to now."""
 
-    def __init__(self, stream: torch.cuda.Stream, sources: Any = None):
-        self._sources = sources
+    def __init__(self, stream: torch.cuda.Stream):
         self._event = torch.cuda.Event()
         self._event.record(stream)
 
     def arrived(self) -> bool:
-        if not self._event.query():
-            return False
-        self._sources = None
-        return True
+        return bool(self._event.query())
 
     def precede(self) -> None:
         torch.cuda.current_stream().wait_event(self._event)
@@ -36,13 +32,30 @@ class StreamArrival(Arrival):
         self._event.synchronize()
 
 
+class UploadArrival(StreamArrival):
+    """One of the `uploads` of a stream, in order; sources: kept alive until it, or a later one, is found to be done."""
+
+    def __init__(self, stream: torch.cuda.Stream, sources: Any, uploads: "deque[UploadArrival]"):
+        super().__init__(stream)
+        self._sources = sources
+        self._uploads = uploads
+        uploads.append(self)
+
+    def arrived(self) -> bool:
+        if not super().arrived():
+            return False
+        while self._uploads and self._uploads[0]._event.query():
+            self._uploads.popleft()._sources = None
+        return True
+
+
 class StreamCopies(Copies):
     """Uploads and downloads on a stream each. Arrays of whole numbers lie on the host and are copied at once."""
 
     failures = (MemoryError, torch.cuda.OutOfMemoryError)
 
     def __init__(self) -> None:
-        self._arriving: deque[Arrival] = deque()
+        self._arriving: deque[UploadArrival] = deque()
         self._leaving: deque[tuple[Arrival, int]] = deque()
 
     @property
@@ -57,8 +70,8 @@ class StreamCopies(Copies):
     def upload(self, work: Callable[[], None], after: Arrival = ARRIVED, sources: Any = None) -> Arrival:
         if memory.is_emulated():
             return super().upload(work, after, sources)
-        while self._arriving and self._arriving[0].arrived():
-            self._arriving.popleft()
+        if self._arriving:
+            self._arriving[0].arrived()
         forwards, uploads = torch.cuda.current_stream(), self._uploads
         uploads.wait_stream(forwards)
         with torch.cuda.stream(uploads):
@@ -69,9 +82,7 @@ class StreamCopies(Copies):
                 # What was begun must not reach arrays that are someone else's by then.
                 uploads.synchronize()
                 raise
-        arrival = StreamArrival(uploads, sources)
-        self._arriving.append(arrival)
-        return arrival
+        return UploadArrival(uploads, sources, self._arriving)
 
     def download(self, arrays: Mapping[str, Array], places: Mapping[str, np.ndarray]) -> Arrival:
         on_device = {name: array for name, array in arrays.items() if isinstance(array, torch.Tensor)}

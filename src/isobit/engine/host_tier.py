@@ -5,6 +5,7 @@ in the spill store: so that a state goes there without being copied again.
 """
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -211,7 +212,7 @@ class HostTier:
     def _places(self, shapes: Sequence[Shapes]) -> list[Arrays] | None:
         """Arrays of these shapes, after states have made room for them; None when they cannot."""
         flat = [(shape, dtype) for group in shapes for shape, dtype in group.values()]
-        sizes = [int(np.prod(shape)) * dtype.itemsize for shape, dtype in flat]
+        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in flat]
         if not self.memory.could_hold(sizes):
             return None
         blocks = self.memory.take(sizes)
