@@ -80,16 +80,6 @@ class Placement:
         free, _ = torch.cuda.mem_get_info()
         return self.loaded() + max(0, free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated() - GPU_RESERVE)
 
-    def host_cache_bytes(self, host_cache_gib: float | None) -> int:
-        """Bytes of host memory for kept states that the device has no room for."""
-        if host_cache_gib is not None:
-            return int(host_cache_gib * memory.GIB)
-        return 0 if self._on_host else min(memory.available() // HOST_CACHE_PART, MOST_HOST_CACHE)
-
-    def within_limit(self, host_bytes: int) -> int:
-        """How many of these bytes of host memory count against the device's limit: all where both are one memory."""
-        return host_bytes if self._on_host else 0
-
     def can_allocate(self, count: int) -> bool:
         """Whether `count` more bytes are to be had."""
         if self._on_host:
@@ -105,3 +95,13 @@ class Placement:
         except torch.cuda.OutOfMemoryError:
             return False
         return True
+
+    def host_cache_bytes(self, host_cache_gib: float | None) -> int:
+        """Bytes of host memory for kept states that the device has no room for."""
+        if host_cache_gib is not None:
+            return int(host_cache_gib * memory.GIB)
+        return 0 if self._on_host else min(memory.available() // HOST_CACHE_PART, MOST_HOST_CACHE)
+
+    def within_limit(self, host_bytes: int) -> int:
+        """How many of these bytes of host memory count against the device's limit: all where both are one memory."""
+        return host_bytes if self._on_host else 0
