@@ -1,7 +1,7 @@
 """Copies beside the forwards on CUDA: streams of their own, pinned memory, and events that say when they are done."""
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -66,6 +66,9 @@ class StreamCopies(Copies):
         if memory.is_emulated():
             return super().host_block(nbytes)
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy()
+
+    def indices(self, rows: Sequence[int]) -> Any:
+        return memory.to_device(np.array(rows, np.int64))
 
     def upload(self, work: Callable[[], None], after: Arrival = ARRIVED, sources: Any = None) -> Arrival:
         if memory.is_emulated():

@@ -5,8 +5,10 @@ rows [first, last) of a stream are, for the cache `mtp`, rows [first - 1, last -
 first `last` tokens alone.
 """
 
+import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -35,7 +37,7 @@ class RowPiece:
 
 def recurrent_shapes(state: StatePool) -> Shapes:
     """The shapes and dtypes of `take_recurrent`."""
-    return {name: (tuple(pool.shape[1:]), _host_dtype(pool)) for name, pool in state.recurrent.items()}
+    return {name: (tuple(pool.shape[1:]), _host_dtype(pool.dtype)) for name, pool in state.recurrent.items()}
 
 
 def row_shapes(state: StatePool, first: int, last: int) -> Shapes:
@@ -44,7 +46,7 @@ def row_shapes(state: StatePool, first: int, last: int) -> Shapes:
     for name, cache in state.caches.items():
         for part, _, begin, end in _ranges(state, name, first, last):
             pool = getattr(cache, part)
-            shapes[f"{name}.{part}"] = (end - begin, *pool.shape[2:]), _host_dtype(pool)
+            shapes[f"{name}.{part}"] = (end - begin, *pool.shape[2:]), _host_dtype(pool.dtype)
     return shapes
 
 
@@ -57,10 +59,10 @@ def take_recurrent(kept: KeptState) -> dict[str, Array]:
 def take_rows(state: StatePool, kept: KeptState, first: int, last: int) -> dict[str, Array]:
     """The cache rows of a kept state's rows [first, last), copied on the device: as the `arrays` of a RowPiece."""
     kept.arrival.precede()
-    arrays = {}
+    arrays, rows = {}, PoolRows(state)
     for name, cache in state.caches.items():
         for part, per_page, begin, end in _ranges(state, name, first, last):
-            arrays[f"{name}.{part}"] = _take_units(state, getattr(cache, part), kept.pages, per_page, begin, end)
+            arrays[f"{name}.{part}"] = rows.take(getattr(cache, part), kept.pages, per_page, begin, end)
     return arrays
 
 
@@ -126,45 +128,58 @@ def _ranges(state: StatePool, name: str, first: int, last: int) -> list[tuple[st
     return [*((part, PAGE_ROWS, begin, end) for part in PARTS[:-1]), pooled]
 
 
-def _take_units(state: StatePool, pool: Array, pages: Sequence[int], per_page: int, begin: int, end: int) -> Array:
-    first_page, last_page = begin // per_page, -(-end // per_page)
-    paged = state.ops.take_rows(pool, list(pages[first_page:last_page]))
-    units = paged.reshape(-1, *paged.shape[2:])
-    return units[begin - first_page * per_page : end - first_page * per_page]
-
-
 def _write_rows(state: StatePool, pages: Sequence[int], skipped_pages: int, piece: RowPiece) -> None:
+    rows = PoolRows(state)
     for name, cache in state.caches.items():
         for part, per_page, begin, end in _ranges(state, name, piece.first, piece.last):
             pool, key = getattr(cache, part), f"{name}.{part}"
             units = _checked(key, piece.arrays.get(key), (end - begin, *pool.shape[2:]), pool.dtype)
             start = max(begin, skipped_pages * per_page)
-            _write_units(state, pool, pages, per_page, start, units[start - begin :])
+            rows.write(pool, pages, per_page, start, units[start - begin :])
 
 
-def _write_units(
-    state: StatePool, pool: Array, pages: Sequence[int], per_page: int, begin: int, units: np.ndarray
-) -> None:
-    """Write units from unit `begin` on; a page that they cover in part keeps the rest."""
-    end = begin + len(units)
-    first_whole = min(-(-begin // per_page) * per_page, end)
-    last_whole = max(end // per_page * per_page, first_whole)
-    if first_whole < last_whole:
-        whole = units[first_whole - begin : last_whole - begin].reshape(-1, per_page, *units.shape[1:])
-        state.ops.put_rows(pool, list(pages[first_whole // per_page : last_whole // per_page]), whole)
-    for first, last in ((begin, first_whole), (last_whole, end)):
-        if first < last:
-            places = [pages[unit // per_page] * per_page + unit % per_page for unit in range(first, last)]
-            flat = pool.reshape(-1, *pool.shape[2:])
-            state.ops.put_rows(flat, places, units[first - begin : last - begin])
+class PoolRows:
+    """Units of paged pools, a row or a block each, taken and written by row numbers that many pools share."""
+
+    def __init__(self, state: StatePool):
+        self._ops = state.ops
+        self._indices: dict[tuple[int, ...], Any] = {}
+
+    def take(self, pool: Array, pages: Sequence[int], per_page: int, begin: int, end: int) -> Array:
+        """A copy of units [begin, end) of a stream."""
+        first_page, last_page = begin // per_page, -(-end // per_page)
+        paged = self._ops.take_rows(pool, self._at(tuple(pages[first_page:last_page])))
+        units = paged.reshape(-1, *paged.shape[2:])
+        return units[begin - first_page * per_page : end - first_page * per_page]
+
+    def write(self, pool: Array, pages: Sequence[int], per_page: int, begin: int, units: np.ndarray) -> None:
+        """Write units from unit `begin` on; a page that they cover in part keeps the rest."""
+        end = begin + len(units)
+        first_whole = min(-(-begin // per_page) * per_page, end)
+        last_whole = max(end // per_page * per_page, first_whole)
+        if first_whole < last_whole:
+            whole = units[first_whole - begin : last_whole - begin].reshape(-1, per_page, *units.shape[1:])
+            self._ops.put_rows(pool, self._at(tuple(pages[first_whole // per_page : last_whole // per_page])), whole)
+        for first, last in ((begin, first_whole), (last_whole, end)):
+            if first < last:
+                places = tuple(pages[unit // per_page] * per_page + unit % per_page for unit in range(first, last))
+                flat = pool.reshape(-1, *pool.shape[2:])
+                self._ops.put_rows(flat, self._at(places), units[first - begin : last - begin])
+
+    def _at(self, rows: tuple[int, ...]) -> Any:
+        if rows not in self._indices:
+            self._indices[rows] = self._ops.copies.indices(rows)
+        return self._indices[rows]
 
 
-def _checked(name: str, array: np.ndarray | None, shape: Sequence[int], dtype) -> np.ndarray:
-    found = "nothing" if array is None else f"{array.dtype} {list(array.shape)}"
-    if array is None or tuple(array.shape) != tuple(shape) or str(array.dtype) != str(dtype).removeprefix("torch."):
+def _checked(name: str, array: np.ndarray | None, shape: Sequence[int], dtype: Any) -> np.ndarray:
+    if array is None or array.shape != tuple(shape) or array.dtype != _host_dtype(dtype):
+        found = "nothing" if array is None else f"{array.dtype} {list(array.shape)}"
         raise StateMismatchError(f"a kept state has {found} for {name}, this model {dtype} {list(shape)}: drop it")
     return array
 
 
-def _host_dtype(array: Array) -> np.dtype:
-    return np.dtype(str(array.dtype).removeprefix("torch."))
+@functools.cache
+def _host_dtype(dtype: Any) -> np.dtype:
+    """NumPy's name for a dtype of the device."""
+    return np.dtype(str(dtype).removeprefix("torch."))

@@ -1,6 +1,6 @@
 """Copies between host and device that run beside the forwards; where both are one memory, they run at once."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -38,6 +38,10 @@ class Copies:
     def host_block(self, nbytes: int) -> np.ndarray:
         """uint8 [nbytes], memory that copies run from and to at the bus's speed; safe from any thread."""
         return np.empty(nbytes, np.uint8)
+
+    def indices(self, rows: Sequence[int]) -> Any:
+        """Different row numbers as `take_rows` and `put_rows` take them best, for use where they were made."""
+        return rows
 
     def upload(self, work: Callable[[], None], after: Arrival = ARRIVED, sources: Any = None) -> Arrival:
         """Have `work` write to arrays of the device by ops, beside the forwards and not before `after`.
