@@ -9,3 +9,7 @@ class DeviceError(IsobitError):
 
 class KernelError(DeviceError):
     """A kernel could not be compiled or launched."""
+
+
+class DeviceMemoryError(KernelError, MemoryError):
+    """The driver has no memory for a kernel or its launch."""

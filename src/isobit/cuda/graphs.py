@@ -1,5 +1,6 @@
 """Small forwards as CUDA graphs: the first of its shapes runs step by step, the second is captured, then replayed."""
 
+import logging
 from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
@@ -11,10 +12,11 @@ import torch
 
 from isobit.cuda import memory
 from isobit.cuda.batch import packed_arrays, place_at
-from isobit.ops.passes import MOST_REPLAYED_ROWS, Body, PassInputs, shapes, with_wide_pages
+from isobit.ops.passes import MOST_REPLAYED_ROWS, Before, Body, PassInputs, nothing, shapes, with_wide_pages
 
 MOST_GRAPHS = 128
 ALIGNMENT = 16
+log = logging.getLogger(__name__)
 
 
 class GraphPasses:
@@ -27,23 +29,37 @@ class GraphPasses:
         self._busy = Lock()
         self.enabled = True
 
-    def run(self, key: Hashable, inputs: PassInputs, body: Body, replayable: bool = True) -> Any:
+    def run(
+        self, key: Hashable, inputs: PassInputs, body: Body, replayable: bool = True, before: Before = nothing
+    ) -> Any:
         """As `isobit.ops.passes.EagerPasses.run` says."""
         if not (replayable and self.enabled and not memory.is_emulated() and is_small(inputs)):
+            before()
             return body(inputs)
         # Engines that share a model come from threads of their own.
         with self._busy:
-            return self._in_graph(key, with_wide_pages(inputs), body)
+            return self._in_graph(key, with_wide_pages(inputs), body, before)
 
-    def _in_graph(self, key: Hashable, inputs: PassInputs, body: Body) -> Any:
+    def release(self) -> None:
+        """Give up all graphs and their memory; forwards to come are captured anew."""
+        with self._busy:
+            self._captured.clear()
+            self._seen.clear()
+            self._pool = None
+
+    def _in_graph(self, key: Hashable, inputs: PassInputs, body: Body, before: Before) -> Any:
         """The outputs from a graph, which is captured the second time that its shapes come."""
         full_key = (key, shapes(inputs))
         captured = self._captured.get(full_key)
         if captured is None:
             if full_key not in self._seen:
                 self._note(full_key)
+                before()
                 return body(inputs)
-            captured = self._capture(full_key, inputs, body)
+            captured = self._captured_if_room(full_key, inputs, body)
+            if captured is None:
+                before()
+                return body(inputs)
         self._captured.move_to_end(full_key)
         captured.inputs.fill(inputs)
         captured.graph.replay()
@@ -54,6 +70,17 @@ class GraphPasses:
         self._seen[key] = None
         if len(self._seen) > MOST_GRAPHS:
             self._seen.popitem(last=False)
+
+    def _captured_if_room(self, key: Hashable, inputs: PassInputs, body: Body) -> "Captured | None":
+        """A new graph, or None when there is no memory for it; nothing was computed then."""
+        try:
+            return self._capture(key, inputs, body)
+        except Exception as error:
+            if not memory.ran_out(error) and not memory.ran_out(error.__context__):
+                raise
+            log.warning("no memory to capture a forward: it runs step by step")
+            self._seen.pop(key, None)
+        return None
 
     def _capture(self, key: Hashable, inputs: PassInputs, body: Body) -> "Captured":
         if self._pool is None:

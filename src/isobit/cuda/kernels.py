@@ -12,10 +12,11 @@ from typing import Any, Protocol
 
 from isobit.cuda import compile as compiler
 from isobit.cuda import memory
-from isobit.cuda.errors import KernelError
+from isobit.cuda.errors import DeviceMemoryError, KernelError
 
 Size = int | tuple[int, ...]
 UNASKED_SHARED_BYTES = 48 << 10
+OUT_OF_MEMORY = "CUDA_ERROR_OUT_OF_MEMORY"
 
 
 class Long:
@@ -170,5 +171,6 @@ class _GpuKernel:
     def _checked(self, result: tuple) -> Any:
         code, *values = result
         if int(code):
-            raise KernelError(f"kernel {self._name}: the CUDA driver says {code.name}")
+            kind = DeviceMemoryError if code.name == OUT_OF_MEMORY else KernelError
+            raise kind(f"kernel {self._name}: the CUDA driver says {code.name}")
         return values[0] if values else None

@@ -1,5 +1,6 @@
 """Where CUDA ops get arrays and how they come from and go to the host; the emulator's arrays lie in host memory."""
 
+import gc
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -11,6 +12,7 @@ from isobit.cuda.errors import DeviceError
 
 OLDEST_CAPABILITY = (8, 0)
 EMULATED_MULTIPROCESSORS = 4
+OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "ALLOC_FAILED")  # in messages of PyTorch and its libraries
 PINNED_BYTES = 1 << 20  # an array of fewer bytes is copied at once, sooner than pinned memory is found for it
 
 _emulated = False
@@ -104,6 +106,21 @@ def to_device(array: Any) -> torch.Tensor:
     if tensor.device.type == "cpu" and tensor.nbytes >= PINNED_BYTES:
         tensor = tensor.pin_memory()
     return tensor.to(device(), non_blocking=True)
+
+
+def ran_out(error: BaseException | None) -> bool:
+    """Whether an error says that memory ran out, on the device or the host."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in OUT_OF_MEMORY)
+
+
+def release() -> None:
+    """Give what PyTorch keeps of freed arrays back to the device, after all work on it has ended."""
+    gc.collect()
+    if not _emulated:
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
 
 
 def _writable(array: np.ndarray) -> np.ndarray:

@@ -45,7 +45,7 @@ def allot(model: FlashNext, limit: int, loaded: int, lanes: int | None, cache_by
             f"and values of {model.context} tokens {memory.gib(pages_for(model.context) * page)} and one row's buffers "
             f"{memory.gib(one_row)}: raise --memory-gib or lower --context, --parallel or --prompt-cache-gib"
         )
-    drafted = quotient(buffers // 4, slot, most=lanes * DRAFTED_TOKENS)
+    drafted = quotient(buffers // 4, model.journal_bytes(1), most=lanes * DRAFTED_TOKENS)
     kept_pages = quotient(cache_bytes, page, most=0 if page == 0 else cache_bytes)
     return Budget(lanes, pages + kept_pages, drafted, buffers - model.journal_bytes(drafted), cache_bytes)
 

@@ -159,10 +159,10 @@ class Engine:
                     self._work.wait()
                 if self._closing and not self._waiting and not rounds.lanes:
                     break
-            self._admit()
-            if self._closing:
-                rounds.cancel()
             try:
+                self._admit()
+                if self._closing:
+                    rounds.cancel()
                 rounds.run()
             except Exception as error:
                 log.exception("a round failed")

@@ -10,6 +10,7 @@ import numpy as np
 
 from isobit.engine.drafts import LaneDrafts
 from isobit.engine.request import Event, EventHandler, Finished, FinishReason, Request, Timings
+from isobit.errors import counted
 from isobit.model.state import KeptState, Stream, pages_for
 from isobit.ops.sample import Draw
 
@@ -75,6 +76,7 @@ class Lane:
     rows_computed: int = 0
     reply: list[int] = field(default_factory=list)
     largest_segment: int = 0
+    least_limit: int | None = None
     prompt_hash: str = ""
     first_token: float | None = None
     last_progress: float = 0.0
@@ -112,6 +114,14 @@ class Lane:
         total = len(self.request.tokens)
         return min((row for row in self.cuts if self.rows < row < total), default=total)
 
+    def tell_limit(self, rows: int) -> None:
+        """Note for the user that a segment had to have fewer rows than allowed, at most `rows`."""
+        if self.least_limit is None or rows < self.least_limit:
+            self.least_limit = rows
+            self.notice = (
+                f"prompt segments of {counted(rows, 'row')}, not {self.segment_rows:,}: memory ran out in a larger one"
+            )
+
     def cut_at(self, row: int) -> None:
         """Have a segment end at a prompt row, so that the state there can be kept."""
         self.cuts.add(row)
@@ -141,7 +151,7 @@ class Lane:
             return "stop"
         return "length" if len(self.reply) >= self.limit else None
 
-    def finished(self, reason: FinishReason, error: str | None = None) -> Finished:
+    def finished(self, reason: FinishReason, error: str | None = None, error_code: str | None = None) -> Finished:
         """The event that ends this lane's request."""
         return Finished(
             reason=reason,
@@ -157,6 +167,7 @@ class Lane:
             accepted=self.accepted,
             notice=self.notice,
             error=error,
+            error_code=error_code,
         )
 
     def timings(self) -> Timings:

@@ -1,5 +1,6 @@
 """Where an engine computes: choosing the device, and the memory that it may use there."""
 
+import gc
 import importlib.util
 from dataclasses import dataclass
 
@@ -79,6 +80,32 @@ class Placement:
 
         free, _ = torch.cuda.mem_get_info()
         return self.loaded() + max(0, free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated() - GPU_RESERVE)
+
+    def ran_out(self, error: BaseException) -> bool:
+        """Whether an error says that memory ran out."""
+        if self.device == "cpu":
+            return isinstance(error, MemoryError)
+        from isobit.cuda import memory as gpu
+
+        return gpu.ran_out(error)
+
+    def release(self) -> None:
+        """Give memory that is kept for arrays to come back to the device."""
+        if self.device == "cpu":
+            gc.collect()
+            return
+        from isobit.cuda import memory as gpu
+
+        gpu.release()
+
+    def free_text(self) -> str:
+        """How much memory is free, in words."""
+        if self._on_host:
+            return f"the machine has {memory.gib(memory.available())} free"
+        import torch
+
+        free, total = torch.cuda.mem_get_info()
+        return f"the GPU has {memory.gib(free)} of {memory.gib(total)} free"
 
     def can_allocate(self, count: int) -> bool:
         """Whether `count` more bytes are to be had."""

@@ -80,7 +80,7 @@ class Finished:
     prefill: what was asked; segment_rows: the largest segment really run (smaller than asked when memory was short,
     which `notice` then says). logits_hash: SHA-256 of the last prompt row's float32 logits, little-endian.
     rows_reused came from kept states. drafted and accepted count draft tokens. error: the message when reason is
-    "error".
+    "error"; error_code: "out_of_memory" when it may go well at another time, else None.
     """
 
     reason: FinishReason
@@ -96,6 +96,7 @@ class Finished:
     accepted: int = 0
     notice: str | None = None
     error: str | None = None
+    error_code: str | None = None
 
 
 Event = PromptProgress | TokenEvent | Finished

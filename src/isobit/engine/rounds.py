@@ -2,24 +2,26 @@
 
 import logging
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 
-from isobit.engine import schedule
+from isobit.engine import memory, schedule
 from isobit.engine.budget import Budget
-from isobit.engine.drafts import MOST_COPIED, Draft, Drafter, Outcome, accepted_tokens
+from isobit.engine.drafts import MOST_COPIED, Draft, Drafter, LaneDrafts, Outcome, accepted_tokens
 from isobit.engine.lane import Lane, Ticket, emit, logits_hash
 from isobit.engine.placement import Placement
 from isobit.engine.prefill import segment_limit
 from isobit.engine.prompt_cache import Kind, PromptCache
 from isobit.engine.request import FinishReason, PromptProgress, Request, TokenEvent
 from isobit.engine.settings import EngineSettings
+from isobit.engine.shortage import OUT_OF_MEMORY, Shortage, fewer_rows
 from isobit.errors import counted
 from isobit.model.flash_next import FlashNext
 from isobit.model.plan import Plan, Segment
-from isobit.model.state import StateFullError, StatePool, pages_for
+from isobit.model.state import StateFullError, StatePool, Stream, pages_for
 from isobit.ops.batch import Array
 from isobit.ops.sample import Draw, Samples
 
@@ -28,6 +30,7 @@ WORTHWHILE_ROWS = 64  # a shared prefix shorter than this beyond what is kept is
 KEPT_SEGMENT = 512  # a segment of at least so many rows has its end kept
 DRAFT_ROWS = MOST_COPIED + 1  # the most rows of a replying lane's window
 log = logging.getLogger(__name__)
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -62,11 +65,12 @@ class Rounds:
     ):
         self.model, self.state, self.cache, self.drafter = model, state, cache, drafter
         self.budget, self.settings, self.placement = budget, settings, placement
+        self.shortage = Shortage()
         self.lanes: list[Lane] = []
         self.prompt_rows = self.reply_tokens = 0
 
     def run(self) -> None:
-        """One forward for the active lanes: choose, plan, forward, sample, commit."""
+        """One forward for the active lanes, more where memory is short: choose, plan, forward, sample, commit."""
         for lane in list(self.lanes):
             self._retire_if_over(lane)
         running = [lane for lane in schedule.running(self.lanes) if self._resume(lane)]
@@ -78,22 +82,12 @@ class Rounds:
             return
         try:
             turns = self._turns(lanes)
-            started = self.drafter.clock()
-            # Other sizes of prompts seldom come again, and serial prompts are what all else is checked against.
-            recurring = not any(lane.prompt_left for lane in lanes)
-            logits = self.model.forward(self.state, Plan(tuple(turn.segment for turn in turns), recurring))
-            samples = self._sample(logits, [draw for turn in turns for draw in turn.draws])
-            seconds = self.drafter.clock() - started
         except Exception as error:
-            log.exception("a forward failed")
-            for lane in lanes:
-                self._retire(lane, "error", f"{type(error).__name__}: {error}")
+            self._fail(lanes, error)
             return
-        self._learn(turns, samples, seconds)
-        row = 0
-        for turn in turns:
-            self._commit(turn, logits, samples, row)
-            row += len(turn.draws)
+        waiting = [[turn] for turn in turns] if self.shortage.apart else [turns]
+        while waiting:
+            waiting[:1] = self._compute(waiting[0])
 
     def cancel(self) -> None:
         """Have every lane end in the next round as cancelled."""
@@ -105,19 +99,126 @@ class Rounds:
         for lane in list(self.lanes):
             self._retire(lane, "error", error)
 
+    def _compute(self, turns: list[Turn]) -> list[list[Turn]]:
+        """One forward and what comes of it; or, when there is no memory for it, the smaller ones to try instead."""
+        try:
+            started = self.drafter.clock()
+            # Other sizes of prompts seldom come again, and serial prompts are what all else is checked against.
+            recurring = not any(turn.lane.prompt_left for turn in turns)
+            logits = self.model.forward(self.state, Plan(tuple(turn.segment for turn in turns), recurring))
+        except Exception as error:
+            if not self.placement.ran_out(error):
+                self._fail([turn.lane for turn in turns], error)
+                return []
+            wanting = first_line(error)
+        else:
+            self._take(turns, logits, started)
+            return []
+        # The failed forward's arrays are freed only now that its traceback is gone.
+        return self._smaller(turns, wanting)
+
+    def _smaller(self, turns: list[Turn], wanting: str) -> list[list[Turn]]:
+        """The forwards to try after memory ran out: a shorter segment, no drafts, each lane alone; none ends a lane."""
+        self._free_memory()
+        longest = max(turns, key=lambda turn: len(turn.tokens) if turn.lane.prompt_left else 0)
+        if longest.lane.prompt_left and len(longest.tokens) > 1:
+            rows = fewer_rows(len(longest.tokens))
+            log.warning("memory ran out (%s): trying a prompt segment of %s", wanting, counted(rows, "row"))
+            self.shortage.limit_rows(rows)
+            return [[self._shorter(turn, rows) if turn is longest else turn for turn in turns]]
+        if any(turn.draft.tokens for turn in turns):
+            return [[without_draft(turn) for turn in turns]]
+        if len(turns) > 1:
+            log.warning("memory ran out (%s): trying each of %s alone", wanting, counted(len(turns), "lane"))
+            self.shortage.part()
+            return [[turn] for turn in turns]
+        self._retire_short(turns[0].lane, wanting)
+        return []
+
+    def _shorter(self, turn: Turn, rows: int) -> Turn:
+        turn.lane.tell_limit(rows)
+        return replace(turn, tokens=turn.tokens[:rows], draws=())
+
+    def _take(self, turns: list[Turn], logits: Array, started: float) -> None:
+        """Sample the rows of a forward and take the results into the lanes."""
+        try:
+            samples = self._sample(logits, [draw for turn in turns for draw in turn.draws])
+        except Exception as error:
+            self._fail([turn.lane for turn in turns], error)
+            return
+        self._learn(turns, samples, self.drafter.clock() - started)
+        row = 0
+        for turn in turns:
+            try:
+                self._commit(turn, logits, samples, row)
+            except Exception as error:
+                self._fail([turn.lane], error)
+            row += len(turn.draws)
+
+    def _fail(self, lanes: Sequence[Lane], error: Exception) -> None:
+        """End lanes whose state can no longer be trusted."""
+        if self.placement.ran_out(error):
+            for lane in lanes:
+                self._retire_short(lane, first_line(error))
+            return
+        log.error("a round failed", exc_info=error)
+        for lane in lanes:
+            self._retire(lane, "error", f"{type(error).__name__}: {error}")
+
+    def _retire_short(self, lane: Lane, wanting: str) -> None:
+        one_row = memory.gib(self.model.workspace_bytes(1))
+        message = (
+            f"memory ran out ({wanting}): {self.placement.free_text()}, and one row of this request needs up to "
+            f"{one_row}; try again later, or have the server started with a lower --context, --parallel or "
+            "--prompt-cache-gib"
+        )
+        log.error("a request ends: %s", message)
+        self._retire(lane, "error", message, OUT_OF_MEMORY)
+
+    def _free_memory(self) -> None:
+        """Give back what is kept for forwards to come."""
+        self.model.ops.passes.release()
+        self.placement.release()
+
+    def _with_more_memory(self, step: Callable[[], Result]) -> Result:
+        """What a step gives; tried a second time if memory runs out in it. The step may be repeated."""
+        try:
+            return step()
+        except Exception as error:
+            if not self.placement.ran_out(error):
+                raise
+            log.warning("memory ran out (%s): trying again", first_line(error))
+        self._free_memory()
+        return step()
+
     def _turns(self, lanes: list[Lane]) -> list[Turn]:
         replying = [lane for lane in lanes if not lane.prompt_left]
         drafting = [lane for lane in replying if lane.drafts is not None]
         room = [lane.limit - len(lane.reply) - 1 for lane in drafting]
-        proposed = self.drafter.propose([lane.drafts for lane in drafting if lane.drafts is not None], room)
+        proposed = self._proposed([lane.drafts for lane in drafting if lane.drafts is not None], room)
         drafts = {id(lane): draft for lane, draft in zip(drafting, proposed, strict=True)}
         return [self._turn(lane, lanes, drafts.get(id(lane), Draft())) for lane in lanes]
+
+    def _proposed(self, lanes: list[LaneDrafts], room: list[int]) -> list[Draft]:
+        """A draft for each lane; empty ones where there is no memory to draft."""
+        try:
+            return self.drafter.propose(lanes, room)
+        except Exception as error:
+            if not self.placement.ran_out(error):
+                raise
+            log.warning("memory ran out (%s): nothing is drafted in this round", first_line(error))
+        self._free_memory()
+        return [Draft() for _ in lanes]
 
     def _turn(self, lane: Lane, lanes: list[Lane], draft: Draft) -> Turn:
         if not lane.prompt_left:
             draws = tuple(lane.draw(ahead) for ahead in range(1, len(draft.tokens) + 2))
             return Turn(lane, (lane.reply[-1], *draft.tokens), draft, draws)
         rows = schedule.segment_rows(lane, lanes, self.settings.decode_share)
+        most = self.shortage.rows
+        if most is not None and most < min(rows, lane.prompt_left):
+            lane.tell_limit(most)
+            rows = most
         end = min(lane.rows + rows, lane.next_cut)
         tokens = lane.request.tokens[lane.rows : end]
         last = end == len(lane.request.tokens)
@@ -137,8 +238,12 @@ class Rounds:
     def _sample(self, logits: Array, draws: list[Draw]) -> Samples:
         """The draws of the rows of logits, on the host."""
         ops = self.model.ops
-        samples = ops.sample(logits, draws)
-        return Samples(ops.to_host(samples.tokens), ops.to_host(samples.logprob), ops.to_host(samples.finite))
+
+        def sample() -> Samples:
+            samples = ops.sample(logits, draws)
+            return Samples(ops.to_host(samples.tokens), ops.to_host(samples.logprob), ops.to_host(samples.finite))
+
+        return self._with_more_memory(sample)
 
     def _row(self, logits: Array, row: int) -> np.ndarray:
         """One row of logits as a NumPy array."""
@@ -171,7 +276,8 @@ class Rounds:
             if token != drafted or lane.end_reason() is not None:
                 break
         if turn.draft.tokens and lane.stream is not None:
-            self.state.settle(lane.stream, max(taken, 1))
+            stream, rows = lane.stream, max(taken, 1)
+            self._with_more_memory(lambda: self.state.settle(stream, rows))
         lane.drafted += len(turn.draft.tokens)
         lane.accepted += max(taken - 1, 0)
         return failed
@@ -200,14 +306,20 @@ class Rounds:
         self._keep(lane, "prompt", logits)
 
     def _keep(self, lane: Lane, kind: Kind, logits: np.ndarray | None = None) -> None:
-        if lane.stream is not None:
+        if lane.stream is None:
+            return
+        try:
             self.cache.keep(lane.history, lane.stream, logits, kind)
+        except Exception as error:
+            if not self.placement.ran_out(error):
+                raise
+            log.warning("memory ran out (%s): a state is not kept", first_line(error))
 
     def _token_event(self, lane: Lane, logits: Array, place: int, token: int, logprob: float) -> TokenEvent:
         count = lane.request.logprobs
         if not count:
             return TokenEvent(token, None if count is None else logprob)
-        ids, logprobs = self.model.ops.top_logprobs(logits[place : place + 1], count)
+        ids, logprobs = self._with_more_memory(lambda: self.model.ops.top_logprobs(logits[place : place + 1], count))
         alternatives = tuple((int(i), float(p)) for i, p in zip(ids[0], logprobs[0], strict=True))
         return TokenEvent(token, logprob, alternatives)
 
@@ -233,13 +345,12 @@ class Rounds:
         if not self.state.free_slots and request.priority != "background":
             yielding = [lane for lane in self.lanes if lane.background and lane.stream is not None]
             if yielding:
-                self._suspend(yielding[-1])
+                self._with_more_memory(lambda: self._suspend(yielding[-1]))
         return self.state.free_slots > 0
 
     def start(self, ticket: Ticket) -> None:
         request = ticket.request
-        hit = self.cache.lookup(request.tokens) if request.reuse else None
-        stream = self.state.open() if hit is None else self.cache.restore(hit)
+        stream, logits = self._begun(request)
         asked = segment_limit(
             request.prefill, request.segment_rows, self.settings.segment_rows or self.placement.segment_rows
         )
@@ -249,8 +360,20 @@ class Rounds:
         if self.settings.drafts and request.draft:
             lane.drafts = self.drafter.open(stream, request.tokens, request.sampling)
         self.lanes.append(lane)
-        if hit is not None and hit.logits is not None and not lane.prompt_left:
-            self._resume_reply(lane, hit.logits)
+        if logits is not None and not lane.prompt_left:
+            self._resume_reply(lane, logits)
+
+    def _begun(self, request: Request) -> tuple[Stream, np.ndarray | None]:
+        """A stream for a request, from a kept state where there is one, and the logits that were kept with it."""
+        try:
+            hit = self.cache.lookup(request.tokens) if request.reuse else None
+            if hit is not None:
+                return self.cache.restore(hit), hit.logits
+        except Exception as error:
+            if not self.placement.ran_out(error):
+                raise
+            log.warning("memory ran out (%s): a prompt begins at its first row", first_line(error))
+        return self._with_more_memory(self.state.open), None
 
     def _resume_reply(self, lane: Lane, logits: np.ndarray) -> None:
         """A prompt whose every row was kept: its reply begins with the kept logits."""
@@ -259,11 +382,10 @@ class Rounds:
         lane.prompt_hash = logits_hash(logits)
         try:
             samples = self._sample(logits[None], [draw])
+            failed = self._take_tokens(Turn(lane, (), Draft(), (draw,)), logits[None], samples, 0)
         except Exception as error:
-            log.exception("sampling failed")
-            self._retire(lane, "error", f"{type(error).__name__}: {error}")
+            self._fail([lane], error)
             return
-        failed = self._take_tokens(Turn(lane, (), Draft(), (draw,)), logits[None], samples, 0)
         if failed is not None:
             self._retire(lane, "error", failed)
         else:
@@ -279,7 +401,12 @@ class Rounds:
     def _resume(self, lane: Lane) -> bool:
         """Whether the lane has a slot, after taking one if it was suspended and one is free."""
         if lane.stream is None and lane.suspended is not None and self.state.free_slots:
-            lane.stream = self.state.restore(lane.suspended)
+            suspended = lane.suspended
+            try:
+                lane.stream = self._with_more_memory(lambda: self.state.restore(suspended))
+            except Exception as error:
+                self._fail([lane], error)
+                return False
             self.state.drop(lane.suspended)
             lane.suspended = None
             if lane.drafts is not None:
@@ -332,8 +459,10 @@ class Rounds:
         if reason is not None:
             self._retire(lane, reason)
 
-    def _retire(self, lane: Lane, reason: FinishReason, error: str | None = None) -> None:
-        event = lane.finished(reason, error)
+    def _retire(
+        self, lane: Lane, reason: FinishReason, error: str | None = None, error_code: str | None = None
+    ) -> None:
+        event = lane.finished(reason, error, error_code)
         self.lanes.remove(lane)
         if lane.drafts is not None:
             self.drafter.close(lane.drafts)
@@ -344,6 +473,17 @@ class Rounds:
                 self._keep(lane, "reply" if lane.reply else "segment")
             self.state.close(lane.stream)
         emit(lane.ticket, event)
+
+
+def without_draft(turn: Turn) -> Turn:
+    """A replying lane's turn with its last token alone."""
+    return replace(turn, tokens=turn.tokens[:1], draft=Draft(), draws=turn.draws[:1]) if turn.draft.tokens else turn
+
+
+def first_line(error: Exception) -> str:
+    """What an error says in its first sentence, its kind where it says nothing."""
+    lines = str(error).splitlines()
+    return lines[0].split(". ")[0].rstrip(".") if lines else type(error).__name__
 
 
 def logits_wanted(turn: Turn) -> str:

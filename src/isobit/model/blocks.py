@@ -124,11 +124,15 @@ class NgramInjection:
         """The name of what `fetch` gives among a forward's inputs."""
         return f"{self.name}.ngram"
 
+    @property
+    def history(self) -> str:
+        """The name of the recurrent pool that `fetch` moves on."""
+        return f"{self.name}.history"
+
     def fetch(self, ops: Any, state: StatePool, batch: Batch, tokens: Array) -> Array:
         """The table's rows for the tokens, as stored; the history moves on."""
-        history = f"{self.name}.history"
-        journal = state.journals[history] if batch.journal_rows else None
-        ids = ops.ngram_ids(tokens, state.recurrent[history], self.table, self.end_token, batch, journal)
+        journal = state.journals[self.history] if batch.journal_rows else None
+        ids = ops.ngram_ids(tokens, state.recurrent[self.history], self.table, self.end_token, batch, journal)
         return ops.ngram_fetch(ids, self.table)
 
     def __call__(self, run: Pass, streams: Array) -> None:

@@ -13,6 +13,7 @@ from isobit.model.mtp import MTP, MTP_ROWS, MtpHead, completed_rows
 from isobit.model.plan import Plan
 from isobit.model.state import StatePool, cache_pools
 from isobit.model.trace import Trace
+from isobit.model.undo import Undo
 from isobit.ops import environment
 from isobit.ops.batch import Array
 from isobit.ops.passes import MOST_REPLAYED_ROWS, PassInputs
@@ -37,12 +38,18 @@ class FlashNext:
     def forward(self, state: StatePool, plan: Plan, trace: Trace | None = None) -> Array:
         """Run the plan's rows through the model and into their streams' state.
 
-        Returns the logits [L, vocabulary] float32 of the rows that the plan asks for, in row order.
+        Returns the logits [L, vocabulary] float32 of the rows that the plan asks for, in row order. When it fails, the
+        streams are what they were before; where that cannot be had it raises StateLostError.
         """
-        inputs = self._inputs(state, plan)
-        key = ("forward", state, state.journals_id if inputs.batches[TRUNK].journal_rows else None)
-        with environment.default():
-            logits = self.ops.passes.run(key, inputs, lambda given: self._rows(state, given, trace), trace is None)
+        undo = Undo(state, [segment.stream for segment in plan.segments])
+        with environment.default(), undo.on_failure():
+            undo.hold(layer.ngram.history for layer in self.layers if layer.ngram is not None)
+            inputs = self._inputs(state, plan)
+            key = ("forward", state, state.journals_id if inputs.batches[TRUNK].journal_rows else None)
+            with undo.running():
+                logits = self.ops.passes.run(
+                    key, inputs, lambda given: self._rows(state, given, trace), trace is None, undo.hold_rest
+                )
         for segment in plan.segments:
             segment.stream.rows += len(segment.tokens)
         return logits
@@ -120,8 +127,8 @@ class FlashNext:
         return shapes
 
     def slot_bytes(self) -> int:
-        """Bytes of one stream's recurrent state."""
-        return self.journal_bytes(1)
+        """Bytes of one stream's recurrent state, and of its copy."""
+        return 2 * self.journal_bytes(1)
 
     def page_bytes(self) -> int:
         """Bytes of one key-value page in all layers."""

@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -65,7 +65,7 @@ class StatePool:
     `recurrent`: named pools with the slot as first index. `caches`: one AttentionCache a name, the page as first
     index; `index_block` rows share one pooled key. A page that several streams or kept states share is copied before
     it is written. `journals`: for each recurrent pool, the state after the journaled rows of the last forward, so that
-    rows can be given up again.
+    rows can be given up again. Beside each recurrent pool there is room for a copy of it, to take a forward back.
     """
 
     def __init__(
@@ -80,6 +80,7 @@ class StatePool:
     ):
         self.ops = ops
         self.recurrent = recurrent
+        self._before = {name: ops.zeros(pool.shape, pool.dtype) for name, pool in recurrent.items()}
         self.initial = initial
         self.caches = caches
         self.index_block = index_block
@@ -137,10 +138,10 @@ class StatePool:
         """A stream at row 0; raises StateFullError when every slot is taken."""
         if not self._free_slots:
             raise StateFullError("every state slot is taken: wait for a running reply to end")
-        stream = Stream(self._free_slots.pop())
+        slot = self._free_slots[-1]
         for name, pool in self.recurrent.items():
-            self.ops.fill_rows(pool, [stream.slot], self.initial.get(name, 0))
-        return stream
+            self.ops.fill_rows(pool, [slot], self.initial.get(name, 0))
+        return Stream(self._free_slots.pop())
 
     def close(self, stream: Stream) -> None:
         """Give the stream's slot and pages back."""
@@ -161,10 +162,14 @@ class StatePool:
     def restore(self, kept: KeptState) -> Stream:
         """A new stream that goes on from the kept state, once that has arrived."""
         stream = self.open()
-        if kept.arrival.arrived():
-            self._fill(stream, kept)
-        else:
-            stream.arrival = self.ops.copies.upload(lambda: self._fill(stream, kept), kept.arrival, kept)
+        try:
+            if kept.arrival.arrived():
+                self._fill(stream, kept)
+            else:
+                stream.arrival = self.ops.copies.upload(lambda: self._fill(stream, kept), kept.arrival, kept)
+        except BaseException:
+            self.close(stream)
+            raise
         self._share(kept.pages)
         stream.pages = list(kept.pages)
         stream.rows = kept.rows
@@ -250,6 +255,14 @@ class StatePool:
             stream.rows = segment.first + rows
         del self._unsettled[stream.slot]
 
+    def hold(self, name: str, slots: Sequence[int]) -> None:
+        """Copy what these slots have in a recurrent pool, for `put_back`."""
+        _copy_rows(self.ops, self.recurrent[name], self._before[name], slots)
+
+    def put_back(self, name: str, slots: Sequence[int]) -> None:
+        """Give these slots of a recurrent pool what they had when they were held."""
+        _copy_rows(self.ops, self._before[name], self.recurrent[name], slots)
+
     def export(self, stream: Stream) -> dict[str, np.ndarray]:
         """The whole state at the stream's row as host arrays: what defines its future, and nothing beyond."""
         stream.arrival.precede()
@@ -308,9 +321,13 @@ class StatePool:
 
     def _copy_page(self, source: int) -> int:
         page = self._take_page()
-        for cache in self.caches.values():
-            for pool in cache_pools(cache):
-                self.ops.put_rows(pool, [page], self.ops.take_rows(pool, [source]))
+        try:
+            for cache in self.caches.values():
+                for pool in cache_pools(cache):
+                    self.ops.put_rows(pool, [page], self.ops.take_rows(pool, [source]))
+        except BaseException:
+            self._release([page])
+            raise
         self._release([source])
         return page
 
@@ -323,6 +340,12 @@ class StatePool:
             self._page_users[page] -= 1
             if self._page_users[page] == 0:
                 self._free_pages.append(page)
+
+
+def _copy_rows(ops: Any, source: Array, target: Array, rows: Sequence[int]) -> None:
+    """Copy rows of one array to the same rows of another; takes no memory."""
+    for row in rows:
+        ops.put_rows(target, [row], source[row : row + 1])
 
 
 def cache_pools(cache: AttentionCache) -> tuple[Array, ...]:

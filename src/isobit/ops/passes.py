@@ -30,18 +30,27 @@ class PassInputs:
 MOST_REPLAYED_ROWS = 64
 
 Body = Callable[[PassInputs], Any]
+Before = Callable[[], None]
+
+
+def nothing() -> None:
+    """What most have to do before a forward."""
 
 
 class EagerPasses:
     """Runs the steps as they are."""
 
-    def run(self, key: Hashable, inputs: PassInputs, body: Body, replayable: bool = True) -> Any:
+    def run(
+        self, key: Hashable, inputs: PassInputs, body: Body, replayable: bool = True, before: Before = nothing
+    ) -> Any:
         """What `body` gives for the inputs: arrays.
 
         A later run with the same key and inputs of the same shapes may replay the steps of an earlier one, if both are
         `replayable`: the body may depend on nothing else, and leaves nothing behind but what ops write to arrays. The
-        arrays given are good until the next run with the same key.
+        arrays given are good until the next run with the same key. before: called before the steps run one by one, when
+        they may fail for want of memory; a replay takes none.
         """
+        before()
         return body(inputs)
 
 

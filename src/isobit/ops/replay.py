@@ -13,7 +13,7 @@ import numpy as np
 
 from isobit.ops import tape, threads
 from isobit.ops.batch import Batch
-from isobit.ops.passes import Body, PassInputs, shapes, with_wide_pages
+from isobit.ops.passes import Before, Body, PassInputs, nothing, shapes, with_wide_pages
 
 MOST_ROWS = 16  # of a forward that is replayed: more rows keep the kernels busy
 MOST_TAPES = 64
@@ -37,22 +37,32 @@ class TapePasses:
         """Bytes that are kept for forwards to come."""
         return self.arena.nbytes
 
-    def run(self, key: Hashable, inputs: PassInputs, body: Body, replayable: bool = True) -> Any:
+    def run(
+        self, key: Hashable, inputs: PassInputs, body: Body, replayable: bool = True, before: Before = nothing
+    ) -> Any:
         """As `isobit.ops.passes.EagerPasses.run` says, but for the arrays given: they stay as they are."""
         small = all(batch.rows <= MOST_ROWS for batch in inputs.batches.values())
         if not (self.enabled and replayable and inputs.recurring and small) or not self._busy.acquire(blocking=False):
+            before()
             return body(inputs)
         # All tapes share their memory.
         try:
-            return self._on_tape(key, with_wide_pages(inputs), body)
+            return self._on_tape(key, with_wide_pages(inputs), body, before)
         finally:
             self._busy.release()
 
-    def _on_tape(self, key: Hashable, inputs: PassInputs, body: Body) -> Any:
+    def release(self) -> None:
+        """Give up all tapes and their memory; forwards to come are recorded anew."""
+        with self._busy:
+            self._tapes.clear()
+            self.arena = tape.Arena()
+
+    def _on_tape(self, key: Hashable, inputs: PassInputs, body: Body, before: Before) -> Any:
         """The outputs from a tape, which is recorded if there is none yet."""
         full_key = key, threads(), shapes(inputs)
         found = self._tapes.get(full_key)
         if found is None:
+            before()
             return self._record(full_key, inputs, body)
         self._tapes.move_to_end(full_key)
         return found.replay(inputs)

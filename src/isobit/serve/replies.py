@@ -154,6 +154,8 @@ def _end(event: Finished, tokens: tuple[int, ...], stopped: bool) -> End:
         return End("stop", tokens, token_hash(tokens), event)
     if event.reason == "cancelled":
         raise ApiError(503, SHUTTING_DOWN, code="shutting_down")
+    if event.reason == "error" and event.error_code is not None:
+        raise ApiError(503, str(event.error), code=event.error_code, headers={"Retry-After": str(RETRY_SECONDS)})
     if event.reason == "error":
         raise ApiError(500, f"the reply could not be computed: {event.error}", code="engine_error")
     return End(event.reason, tokens, event.token_hash, event)

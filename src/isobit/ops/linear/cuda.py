@@ -84,8 +84,10 @@ def linears(x: torch.Tensor, handles: Sequence[LinearHandle]) -> list[torch.Tens
     for side, handle in zip(_side_streams(), handles[1:], strict=False):
         with torch.cuda.stream(side):
             side.wait_event(forked)
-            outputs.append(linear(x, handle))
-            main.wait_event(side.record_event())
+            try:
+                outputs.append(linear(x, handle))
+            finally:
+                main.wait_event(side.record_event())
     return outputs + [linear(x, handle) for handle in handles[len(outputs) :]]
 
 
