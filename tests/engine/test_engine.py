@@ -132,12 +132,12 @@ def test_a_failing_forward_ends_its_request_and_no_other(engine, monkeypatch):
     expected = reply(engine, Request(tokens, 3, Sampling(seed=4)))[0]
 
     def broken(*arguments):
-        raise MemoryError("no buffers")
+        raise ValueError("no such row")
 
     with monkeypatch.context() as patch:
         patch.setattr(type(engine.model), "forward", broken)
         failed = reply(engine, Request(tokens, 3))[0]
-    assert (failed.reason, failed.error) == ("error", "MemoryError: no buffers")
+    assert (failed.reason, failed.error) == ("error", "ValueError: no such row")
     assert reply(engine, Request(tokens, 3, Sampling(seed=4)))[0].tokens == expected.tokens
 
 

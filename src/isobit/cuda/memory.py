@@ -118,9 +118,8 @@ def ran_out(error: BaseException | None) -> bool:
 def release() -> None:
     """Give what PyTorch keeps of freed arrays back to the device, after all work on it has ended."""
     gc.collect()
-    if not _emulated:
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
 
 
 def _writable(array: np.ndarray) -> np.ndarray:

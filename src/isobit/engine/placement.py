@@ -1,6 +1,5 @@
 """Where an engine computes: choosing the device, and the memory that it may use there."""
 
-import gc
 import importlib.util
 from dataclasses import dataclass
 
@@ -91,8 +90,7 @@ class Placement:
 
     def release(self) -> None:
         """Give memory that is kept for arrays to come back to the device."""
-        if self.device == "cpu":
-            gc.collect()
+        if self._on_host:
             return
         from isobit.cuda import memory as gpu
 

@@ -35,12 +35,16 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Turn:
-    """A lane's part of a round: the tokens it feeds, drafts last, and the draws of the rows it wants logits for."""
+    """A lane's part of a round: the tokens it feeds, drafts last, and the draws of the rows it wants logits for.
+
+    last_try: whether the lane ends if there is no memory for it.
+    """
 
     lane: Lane
     tokens: tuple[int, ...]
     draft: Draft
     draws: tuple[Draw, ...]
+    last_try: bool = False
 
     @property
     def segment(self) -> Segment:
@@ -132,6 +136,8 @@ class Rounds:
             log.warning("memory ran out (%s): trying each of %s alone", wanting, counted(len(turns), "lane"))
             self.shortage.part()
             return [[turn] for turn in turns]
+        if not turns[0].last_try:
+            return [[replace(turns[0], last_try=True)]]
         self._retire_short(turns[0].lane, wanting)
         return []
 
