@@ -1,10 +1,11 @@
 """A checkpoint folder as host weights: canonical names (`names.py`) in, the types of `weights.py` out."""
 
 import re
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 
@@ -33,6 +34,7 @@ from isobit.checkpoint.weights import (
 from isobit.errors import CheckpointError
 
 Projection = Literal["gate_proj", "up_proj", "down_proj"]
+Each = Callable[..., Iterable[Any]]
 
 
 @dataclass(frozen=True)
@@ -101,12 +103,16 @@ class Checkpoint:
         group = self._linear_group(canonical_name(name), in_features, out_features)
         return linear_layout(self.store, self.file_name(name), group)
 
-    def experts(self, layer: int | str) -> ExpertLinears:
-        """The routed experts of a layer (from 0), or of the block `layer` ("mtp.layers.0.mlp")."""
+    def experts(self, layer: int | str, each: Each = map) -> ExpertLinears:
+        """The routed experts of a layer (from 0), or of the block `layer` ("mtp.layers.0.mlp").
+
+        each: a `map`, whose calls may go to several threads.
+        """
         block = f"layers.{layer}.mlp" if isinstance(layer, int) else layer
 
         def all_experts(projection: Projection) -> list[Linear]:
-            return [self.linear(f"{block}.experts.{e}.{projection}") for e in range(self.config.num_experts)]
+            names = [f"{block}.experts.{e}.{projection}" for e in range(self.config.num_experts)]
+            return list(each(self.linear, names))
 
         return ExpertLinears(all_experts("gate_proj"), all_experts("up_proj"), all_experts("down_proj"))
 

@@ -138,6 +138,11 @@ class TensorStore:
         self._files[info.file].read_into(info.offset + first * width * kind.itemsize, _bytes_of(array))
         return array
 
+    def will_need(self, names: Sequence[str]) -> None:
+        """Have the system read these tensors ahead, where it can."""
+        for info in map(self.info, names):
+            self._files[info.file].will_need(info.offset, info.nbytes)
+
     def close(self) -> None:
         """Close the files. Views given out by `map` stay valid."""
         for file in self._files.values():
@@ -220,6 +225,11 @@ class _File:
             if count == 0:
                 raise self._bad(f"is truncated: it ends at byte {offset + done}")
             done += count
+
+    def will_need(self, offset: int, size: int) -> None:
+        if hasattr(os, "posix_fadvise"):
+            with contextlib.suppress(OSError):
+                os.posix_fadvise(self._open_descriptor(), offset, size, os.POSIX_FADV_WILLNEED)
 
     def close(self) -> None:
         with self._lock:

@@ -7,7 +7,7 @@ a checkpoint of the real size is there in seconds. They are a function of the op
 import hashlib
 import math
 import re
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -97,6 +97,9 @@ class MemoryStore(TensorStore):
         if not 0 <= first <= first + count <= len(rows):
             raise CheckpointError(f"{info.file}: {name} has {len(rows)} rows, asked for {first} to {first + count}")
         return rows[first : first + count]
+
+    def will_need(self, names: Sequence[str]) -> None:
+        """Nothing is read from anywhere."""
 
     def close(self) -> None:
         """Give up the memory that only further reads would need."""

@@ -70,7 +70,32 @@ def open_engine(folder: Path, always_tell: bool = False, profile: bool = False, 
     if (always_tell or sys.stderr.isatty()) and kernels.none_kept():
         print(COMPILING, file=sys.stderr, flush=True)
     options = EngineSettings(**{"parallel": 1, "prompt_cache_gib": 0.0, **chosen})
-    return Engine(folder, options, rounds=ProfiledRounds if profile else Rounds)
+    with BytesBar("loading") as loading:
+        return Engine(folder, options, rounds=ProfiledRounds if profile else Rounds, progress=loading)
+
+
+class BytesBar:
+    """A progress bar on standard error, where that is a terminal, fed with (bytes done, bytes in all)."""
+
+    def __init__(self, label: str):
+        self._label = label
+
+    def __enter__(self) -> "BytesBar":
+        from rich.console import Console
+        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = (TextColumn(self._label), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+        console = Console(stderr=True)
+        self._bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+        self._task = self._bar.add_task("", total=None)
+        self._bar.start()
+        return self
+
+    def __call__(self, done: int, total: int) -> None:
+        self._bar.update(self._task, completed=done, total=total)
+
+    def __exit__(self, *exception: object) -> None:
+        self._bar.stop()
 
 
 def follow(engine: "Engine", request: "Request") -> Iterator["Event"]:

@@ -5,6 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
+from isobit.cli.common import BytesBar
 from isobit.errors import IsobitError
 
 Target = Annotated[
@@ -132,7 +133,7 @@ def synth(
         weights = write_recipe(folder, **options)
         made = f"a recipe: {weights / 1e6:,.0f} MB of weights, made in memory when the folder is opened"
     else:
-        with _Progress() as progress:
+        with BytesBar("writing") as progress:
             written = synthesize(folder, **options, progress=progress)
         made = f"{sum(file.stat().st_size for file in written.iterdir()) / 1e6:,.0f} MB"
     typer.echo(f"Wrote {folder} ({made}). See what it holds: isobit inspect {folder}")
@@ -151,24 +152,3 @@ def _width(text: str | None, flag: str) -> float | str | None:
     except ValueError:
         raise IsobitError(f"{flag} is {text}: expected a width such as 3 or 3.5, or mixed") from None
     return int(width) if width.is_integer() else width
-
-
-class _Progress:
-    """A progress bar on stderr, fed with (bytes written, bytes in all)."""
-
-    def __enter__(self) -> "_Progress":
-        from rich.console import Console
-        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
-        columns = (TextColumn("writing"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-        console = Console(stderr=True)
-        self._bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-        self._task = self._bar.add_task("", total=None)
-        self._bar.start()
-        return self
-
-    def __call__(self, done: int, total: int) -> None:
-        self._bar.update(self._task, completed=done, total=total)
-
-    def __exit__(self, *exception: object) -> None:
-        self._bar.stop()

@@ -21,15 +21,15 @@ def architecture_name(capability: tuple[int, int]) -> str:
     return f"sm_{number}{'a' if number >= 90 else ''}"
 
 
-def binary(name: str, defines: dict[str, int], architecture: str) -> bytes:
-    """The cubin of a source with macros, from the store or compiled now.
+def binary(name: str, defines: dict[str, int], architecture: str, anew: bool = False) -> bytes:
+    """The cubin of a source with macros, from the store, or compiled now if it is not there or wanted `anew`.
 
     Raises DeviceError where the compiler is not installed, KernelError with its first complaint.
     """
     compiler = _compiler()
     key = sources.digest(name, sorted(defines.items()), architecture, compiler.version)
     file = f"{name.replace('/', '-')}-{key}.cubin"
-    kept = store.read(file)
+    kept = None if anew else store.read(file)
     if kept is None:
         kept = compiler.compile(name, defines, architecture)
         store.write(file, kept)

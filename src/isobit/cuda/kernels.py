@@ -140,9 +140,7 @@ class _GpuKernel:
         torch.cuda.init()
         self._name = repr(kernel)
         self._driver = driver
-        architecture = compiler.architecture_name(memory.architecture())
-        code = compiler.binary(kernel.source, kernel.defines, architecture)
-        self._module = self._checked(driver.cuModuleLoadData(code))
+        self._module = self._loaded(kernel)
         self._function = self._checked(driver.cuModuleGetFunction(self._module, kernel.name.encode()))
         attributes = driver.CUfunction_attribute
         own = self._checked(driver.cuFuncGetAttribute(attributes.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, self._function))
@@ -163,6 +161,16 @@ class _GpuKernel:
             )
         )
 
+    def _loaded(self, kernel: Kernel) -> Any:
+        """The module of a kernel; one that the driver refuses is compiled once more, since the kept one may be bad."""
+        architecture = compiler.architecture_name(memory.architecture())
+        code = compiler.binary(kernel.source, kernel.defines, architecture)
+        result, *module = self._driver.cuModuleLoadData(code)
+        if int(result) and result.name != OUT_OF_MEMORY:
+            code = compiler.binary(kernel.source, kernel.defines, architecture, anew=True)
+            result, *module = self._driver.cuModuleLoadData(code)
+        return self._checked((result, *module))
+
     def registers(self) -> int:
         """32-bit registers of one thread."""
         attribute = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NUM_REGS
@@ -171,6 +179,9 @@ class _GpuKernel:
     def _checked(self, result: tuple) -> Any:
         code, *values = result
         if int(code):
-            kind = DeviceMemoryError if code.name == OUT_OF_MEMORY else KernelError
-            raise kind(f"kernel {self._name}: the CUDA driver says {code.name}")
+            if code.name == OUT_OF_MEMORY:
+                raise DeviceMemoryError(f"out of memory for the kernel {self._name}")
+            raise KernelError(
+                f"kernel {self._name}: the CUDA driver says {code.name}: update the driver, or use --device cpu"
+            )
         return values[0] if values else None

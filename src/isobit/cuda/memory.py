@@ -1,6 +1,7 @@
 """Where CUDA ops get arrays and how they come from and go to the host; the emulator's arrays lie in host memory."""
 
 import gc
+import warnings
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -41,15 +42,26 @@ def gpu_problem() -> str | None:
     """Why no GPU can be used, in one line, or None."""
     if not torch.backends.cuda.is_built():
         return "this PyTorch has no CUDA: install a CUDA build of torch, or use --device cpu"
-    if not torch.cuda.is_available():
-        return (
-            "no usable NVIDIA GPU: none is there, or its driver is older than this PyTorch needs; or use --device cpu"
-        )
+    trouble = _initialisation_trouble()
+    if trouble:
+        return f"no usable NVIDIA GPU: {trouble}; mend that, or use --device cpu"
     capability = torch.cuda.get_device_capability()
     if capability < OLDEST_CAPABILITY:
         name, found = torch.cuda.get_device_name(), ".".join(map(str, capability))
         return f"{name} has compute capability {found}, expected at least 8.0; or use --device cpu"
     return None
+
+
+def _initialisation_trouble() -> str | None:
+    """What PyTorch says when it cannot begin to use a GPU: none there, no driver, one that is too old."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.cuda.init()
+            return None if torch.cuda.is_available() else "PyTorch finds none"
+    except (RuntimeError, AssertionError) as error:
+        lines = str(error).splitlines()
+        return lines[0].split(". ")[0].rstrip(".") if lines else type(error).__name__
 
 
 def device() -> torch.device:

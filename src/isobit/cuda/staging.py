@@ -23,16 +23,21 @@ def upload(pieces: Sequence[Piece], nbytes: int) -> torch.Tensor:
     parts = [(place + first, part) for place, array in pieces for first, part in _parts(array)]
     if memory.is_emulated():
         for place, part in parts:
-            block[place : place + part.nbytes].copy_(torch.from_numpy(part))
+            block[place : place + part.nbytes].copy_(torch.from_numpy(part if part.flags.writeable else part.copy()))
         return block
     for number, batch in enumerate(_batches(sorted(parts, key=lambda part: part[0]))):
         _send(block, batch, *_buffers()[number % BUFFERS])
     return block
 
 
+def upload_one(array: np.ndarray) -> torch.Tensor:
+    """The array on the device, of a mapped file at the disk's speed."""
+    kind = torch.from_numpy(np.empty(0, array.dtype)).dtype
+    return upload([(0, array)], array.nbytes).view(kind).view(array.shape)
+
+
 def _parts(array: np.ndarray) -> Iterator[Piece]:
     flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    flat = flat if flat.flags.writeable else flat.copy()
     for first in range(0, flat.nbytes, PART_BYTES):
         yield first, flat[first : first + PART_BYTES]
 

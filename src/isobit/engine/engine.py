@@ -15,6 +15,7 @@ from isobit.engine.budget import allot
 from isobit.engine.drafts import CopyProposer, Drafter, MtpProposer, Proposer
 from isobit.engine.guard import DraftCounters
 from isobit.engine.lane import Ticket, emit, token_hash
+from isobit.engine.loading import load_within, new_state_within
 from isobit.engine.origin import Origin, origin_of, spill_identity
 from isobit.engine.placement import Placement, chosen_device
 from isobit.engine.prompt_cache import CacheMetrics, PromptCache
@@ -25,9 +26,9 @@ from isobit.engine.spill import SpillStore
 from isobit.engine.spill_writer import QUEUE_BYTES
 from isobit.errors import IsobitError, QueueFullError, RequestError, counted
 from isobit.model.flash_next import FlashNext
-from isobit.model.load import load_model
+from isobit.model.load import Progress
 from isobit.model.state import StatePool
-from isobit.ops import environment, load_ops, set_threads
+from isobit.ops import environment, set_threads
 
 __all__ = ["Engine", "EngineSettings", "EngineStatus"]
 
@@ -56,6 +57,7 @@ class Engine:
     """Serves one checkpoint. Raises IsobitError when the checkpoint cannot be served within the settings.
 
     rounds: the class that computes them. model: the checkpoint's, when it is loaded already, for the same context.
+    progress: told the bytes loaded and the bytes in all.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class Engine:
         settings: EngineSettings | None = None,
         rounds: type[Rounds] = Rounds,
         model: FlashNext | None = None,
+        progress: Progress | None = None,
     ):
         self.settings = settings = settings or EngineSettings()
         if settings.threads is not None:
@@ -78,14 +81,14 @@ class Engine:
         placement = Placement(chosen_device(settings.device) if model is None else model.ops.family)
         segment_rows = settings.segment_rows or placement.segment_rows
         self.settings = settings = replace(settings, segment_rows=segment_rows)
-        self.model = model or load_model(checkpoint, load_ops(placement.device), self.context)
+        self.model = model or load_within(checkpoint, placement, self.context, settings.memory_gib, progress)
         checkpoint.close()
         loaded, limit = placement.loaded(), placement.limit(settings.memory_gib)
         cache_bytes = int(settings.prompt_cache_gib * memory.GIB)
         host_bytes = placement.host_cache_bytes(settings.host_cache_gib) if cache_bytes else 0
         taken = loaded + placement.within_limit(host_bytes)
         self.budget = allot(self.model, limit, taken, settings.parallel, cache_bytes)
-        state = self.model.new_state(self.budget.lanes, self.budget.pages)
+        state = new_state_within(self.model, self.budget, placement)
         spill = self._spill_store(cache_bytes)
         cache = PromptCache(state, cache_bytes - (0 if spill is None else spill.queue_bytes), spill, host_bytes)
         sources = proposers(self.model, state, settings.mtp_drafts)

@@ -33,7 +33,9 @@ class WatchedRounds(Rounds):
         record.logits.append(hashlib.sha256(np.ascontiguousarray(self._row(logits, place)).tobytes()).hexdigest())
         super()._take_token(lane, logits, place, token, logprob)
 
-    def _retire(self, lane: Lane, reason: FinishReason, error: str | None = None, error_code: str | None = None) -> None:
+    def _retire(
+        self, lane: Lane, reason: FinishReason, error: str | None = None, error_code: str | None = None
+    ) -> None:
         if lane.stream is not None:
             self.records.setdefault(lane.ticket, Record()).state = self.state.digest(lane.stream)
         super()._retire(lane, reason, error, error_code)

@@ -9,10 +9,13 @@ from isobit.checkpoint.reader import Checkpoint
 from isobit.model.blocks import Experts, GatedDeltaNet, Handle, Layer, NgramInjection, SparseAttention
 from isobit.model.flash_next import FlashNext
 from isobit.model.mtp import MtpHead
+from isobit.model.read_ahead import ReadAhead, stored_bytes
 from isobit.ops import environment
 from isobit.ops.batch import Array
 
-Progress = Callable[[int, int], None]  # layers loaded, layers in all
+Progress = Callable[[int, int], None]  # bytes loaded, bytes in all
+
+MTP_LAYER = "mtp.layers.0"
 
 
 def load_model(checkpoint: Checkpoint, ops: Any, context: int, progress: Progress | None = None) -> FlashNext:
@@ -20,31 +23,50 @@ def load_model(checkpoint: Checkpoint, ops: Any, context: int, progress: Progres
 
     Raises CheckpointError, naming the tensor, for anything missing or malformed.
     """
-    with environment.default():
-        return _load(Loader(checkpoint, ops, context), progress)
+    config = checkpoint.config
+    prefixes = [f"layers.{index}" for index in range(config.num_hidden_layers)]
+    with environment.default(), ReadAhead(checkpoint, [*prefixes, *([MTP_LAYER] if config.has_mtp else [])]) as ahead:
+        return _load(Loader(checkpoint, ops, context, ahead), Steps(checkpoint, progress))
 
 
-def _load(loader: "Loader", progress: Progress | None) -> FlashNext:
+def _load(loader: "Loader", steps: "Steps") -> FlashNext:
     checkpoint, ops, config = loader.checkpoint, loader.ops, loader.config
-    total = config.num_hidden_layers + config.mtp_num_hidden_layers
     layers = []
     for index in range(config.num_hidden_layers):
         layers.append(loader.layer(f"layers.{index}", f"layers.{index}", config.is_attention(index)))
-        if progress is not None:
-            progress(index + 1, total)
+        steps.done(f"layers.{index}")
     mtp = loader.mtp() if config.has_mtp else None
-    if progress is not None and mtp is not None:
-        progress(total, total)
+    steps.done("mtp")
+    embedding = ops.prepare_embedding(checkpoint.embedding())
+    steps.done("embed_tokens")
+    head = ops.prepare_linear(checkpoint.head())
+    steps.done("lm_head")
     return FlashNext(
         ops=ops,
         config=config,
         context=loader.context,
-        embedding=ops.prepare_embedding(checkpoint.embedding()),
+        embedding=embedding,
         layers=tuple(layers),
         mixer=loader.gated_residual("hyper_connection_mixer"),
-        head=ops.prepare_linear(checkpoint.head()),
+        head=head,
         mtp=mtp,
     )
+
+
+class Steps:
+    """Tells how many bytes of a checkpoint are loaded."""
+
+    def __init__(self, checkpoint: Checkpoint, progress: Progress | None):
+        layers = [f"layers.{index}" for index in range(checkpoint.config.num_hidden_layers)]
+        self._progress = progress
+        self._bytes = {part: stored_bytes(checkpoint, part) for part in (*layers, "mtp", "embed_tokens", "lm_head")}
+        self._loaded = 0
+
+    def done(self, part: str) -> None:
+        """A part of the checkpoint is loaded, given by the prefix of its tensors."""
+        self._loaded += self._bytes[part]
+        if self._progress is not None:
+            self._progress(self._loaded, sum(self._bytes.values()))
 
 
 @dataclass(frozen=True)
@@ -54,6 +76,7 @@ class Loader:
     checkpoint: Checkpoint
     ops: Any
     context: int
+    ahead: ReadAhead
 
     @property
     def config(self) -> FlashNextConfig:
@@ -71,7 +94,7 @@ class Loader:
             mixer_site=self.gated_residual(f"{prefix}.attn_hyper_connection"),
             mixer=self.attention(name, prefix) if attention else self.delta(name, prefix),
             experts_site=self.gated_residual(f"{prefix}.mlp_hyper_connection"),
-            experts=self.experts(name, f"{prefix}.mlp"),
+            experts=self.experts(name, prefix),
         )
 
     def mtp(self) -> MtpHead:
@@ -81,7 +104,7 @@ class Loader:
             fc_embedding=self.linear("mtp.fc_embedding"),
             fc_hidden=self.linear("mtp.fc_hidden"),
             eps=self.config.rms_norm_eps,
-            layer=self.layer("mtp", "mtp.layers.0", attention=True),
+            layer=self.layer("mtp", MTP_LAYER, attention=True),
             mixer=self.gated_residual("mtp.hyper_connection_mixer"),
         )
 
@@ -160,9 +183,9 @@ class Loader:
             out=self.linear(f"{prefix}.o_proj"),
         )
 
-    def experts(self, name: str, prefix: str) -> Experts:
-        config, checkpoint = self.config, self.checkpoint
-        routed = checkpoint.experts(prefix)
+    def experts(self, name: str, layer: str) -> Experts:
+        config, checkpoint, prefix = self.config, self.checkpoint, f"{layer}.mlp"
+        routed = self.ahead.experts(layer)
         experts = self.ops.prepare_experts(
             routed.gate,
             routed.up,

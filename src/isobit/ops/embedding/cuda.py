@@ -7,6 +7,7 @@ import torch
 
 from isobit.checkpoint.weights import PlainEmbedding, QuantizedEmbedding
 from isobit.cuda import kernels, memory
+from isobit.cuda.staging import upload_one
 from isobit.ops.embedding import cpu
 
 __all__ = ["embed", "prepare_embedding"]
@@ -39,13 +40,13 @@ def prepare_embedding(weights: PlainEmbedding | QuantizedEmbedding) -> Embedding
     """A table's handle, on the device. Raises CheckpointError when its tensors do not fit each other."""
     checked = cpu.prepare_embedding(weights)
     if checked.signs is not None:
-        table = memory.to_device(checked.table.view(np.int16))
+        table = upload_one(checked.table.view(np.int16))
         return EmbeddingHandle(table, checked.hidden, 0, checked.bits, memory.to_device(checked.signs))
     rows = checked.table[:, : checked.hidden]
     if rows.dtype == np.float32:
-        return EmbeddingHandle(memory.to_device(rows), checked.hidden, FLOAT32, 0, None)
+        return EmbeddingHandle(upload_one(rows), checked.hidden, FLOAT32, 0, None)
     kind = BFLOAT16 if checked.bfloat16 else HALF
-    return EmbeddingHandle(memory.to_device(np.ascontiguousarray(rows).view(np.int16)), checked.hidden, kind, 0, None)
+    return EmbeddingHandle(upload_one(np.ascontiguousarray(rows).view(np.int16)), checked.hidden, kind, 0, None)
 
 
 def embed(ids: np.ndarray | torch.Tensor, handle: EmbeddingHandle) -> torch.Tensor:
