@@ -55,7 +55,7 @@ class ReadAhead:
 
 def tensor_names(checkpoint: Checkpoint, prefix: str) -> list[str]:
     """The stored names below a canonical prefix, without what is not read at load."""
-    return [name for name in checkpoint.store.names_under(f"{checkpoint.file_name(prefix)}.") if MAPPED not in name]
+    return [name for name in checkpoint.store.names_under(checkpoint.file_name(f"{prefix}.")) if MAPPED not in name]
 
 
 def stored_bytes(checkpoint: Checkpoint, prefix: str) -> int:
