@@ -12,7 +12,7 @@ from isobit.engine.memory import GIB
 from isobit.engine.placement import Placement
 from isobit.errors import CheckpointError, IsobitError
 from isobit.model import read_ahead
-from isobit.model.load import load_model
+from isobit.model.load import load_model, parts_of
 from isobit.model.read_ahead import ReadAhead, stored_bytes
 from isobit.model.state import pages_for
 from isobit.ops import load_ops
@@ -144,5 +144,6 @@ def test_progress_is_told_in_bytes_up_to_all_of_them(test_checkpoint):
     done, totals = zip(*told, strict=True)
     assert list(done) == sorted(set(done))
     assert set(totals) == {done[-1]}
-    parts = [*(f"layers.{i}" for i in range(checkpoint.config.num_hidden_layers)), "mtp", *read_ahead.LAST]
-    assert done[-1] == sum(stored_bytes(checkpoint, part) for part in parts)
+    layers = [f"layers.{i}" for i in range(checkpoint.config.num_hidden_layers)]
+    assert parts_of(checkpoint) == (*layers, "mtp", "embed_tokens", "lm_head")
+    assert done[-1] == sum(stored_bytes(checkpoint, part) for part in parts_of(checkpoint))

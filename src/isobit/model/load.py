@@ -9,7 +9,7 @@ from isobit.checkpoint.reader import Checkpoint
 from isobit.model.blocks import Experts, GatedDeltaNet, Handle, Layer, NgramInjection, SparseAttention
 from isobit.model.flash_next import FlashNext
 from isobit.model.mtp import MtpHead
-from isobit.model.read_ahead import ReadAhead, stored_bytes
+from isobit.model.read_ahead import LAST, ReadAhead, stored_bytes
 from isobit.ops import environment
 from isobit.ops.batch import Array
 
@@ -35,8 +35,10 @@ def _load(loader: "Loader", steps: "Steps") -> FlashNext:
     for index in range(config.num_hidden_layers):
         layers.append(loader.layer(f"layers.{index}", f"layers.{index}", config.is_attention(index)))
         steps.done(f"layers.{index}")
-    mtp = loader.mtp() if config.has_mtp else None
-    steps.done("mtp")
+    mtp = None
+    if config.has_mtp:
+        mtp = loader.mtp()
+        steps.done("mtp")
     embedding = ops.prepare_embedding(checkpoint.embedding())
     steps.done("embed_tokens")
     head = ops.prepare_linear(checkpoint.head())
@@ -53,13 +55,18 @@ def _load(loader: "Loader", steps: "Steps") -> FlashNext:
     )
 
 
+def parts_of(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """The prefixes of the tensors that are loaded, in the order that they are."""
+    layers = (f"layers.{index}" for index in range(checkpoint.config.num_hidden_layers))
+    return (*layers, *(["mtp"] if checkpoint.has_mtp else []), *LAST)
+
+
 class Steps:
     """Tells how many bytes of a checkpoint are loaded."""
 
     def __init__(self, checkpoint: Checkpoint, progress: Progress | None):
-        layers = [f"layers.{index}" for index in range(checkpoint.config.num_hidden_layers)]
         self._progress = progress
-        self._bytes = {part: stored_bytes(checkpoint, part) for part in (*layers, "mtp", "embed_tokens", "lm_head")}
+        self._bytes = {part: stored_bytes(checkpoint, part) for part in parts_of(checkpoint)}
         self._loaded = 0
 
     def done(self, part: str) -> None:
