@@ -8,6 +8,7 @@ from isobit.ops import environment
 
 READERS = 16  # experts that are read at a time: what keeps a fast disk busy
 LAST = ("embed_tokens", "lm_head")
+ROUTED = ".mlp.experts."  # in the names of what the readers read
 MAPPED = ".ple_embedding."  # in the names of what is not read at load
 
 
@@ -50,7 +51,8 @@ class ReadAhead:
 
     def _will_need(self, *parts: str) -> None:
         for part in parts:
-            self._checkpoint.store.will_need(tensor_names(self._checkpoint, part))
+            names = tensor_names(self._checkpoint, part)
+            self._checkpoint.store.will_need([name for name in names if ROUTED not in name])
 
 
 def tensor_names(checkpoint: Checkpoint, prefix: str) -> list[str]:
