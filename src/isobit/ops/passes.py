@@ -53,6 +53,9 @@ class EagerPasses:
         before()
         return body(inputs)
 
+    def release(self) -> None:
+        """Give up what is kept for forwards to come: nothing."""
+
 
 def with_wide_pages(inputs: PassInputs) -> PassInputs:
     """The inputs with page tables padded to a power of two of pages, so that a few recordings serve all lengths."""
