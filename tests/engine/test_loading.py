@@ -9,7 +9,7 @@ from isobit.checkpoint.reader import Checkpoint
 from isobit.engine.engine import Engine, EngineSettings
 from isobit.engine.loading import least_bytes
 from isobit.engine.memory import GIB
-from isobit.engine.placement import Placement
+from isobit.engine.placement import GPU_RESERVE, Placement
 from isobit.errors import CheckpointError, IsobitError
 from isobit.model import read_ahead
 from isobit.model.load import load_model, parts_of
@@ -147,3 +147,21 @@ def test_progress_is_told_in_bytes_up_to_all_of_them(test_checkpoint):
     layers = [f"layers.{i}" for i in range(checkpoint.config.num_hidden_layers)]
     assert parts_of(checkpoint) == (*layers, "mtp", "embed_tokens", "lm_head")
     assert done[-1] == sum(stored_bytes(checkpoint, part) for part in parts_of(checkpoint))
+
+
+def test_what_a_gpu_has_is_counted_with_what_pytorch_keeps(monkeypatch):
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 10 * GIB)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 12 * GIB)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (5 * GIB, 24 * GIB))
+    gpu = Placement("cuda")
+    assert gpu.loaded() == 10 * GIB
+    assert gpu.limit(None) == (10 + 2 + 5) * GIB - GPU_RESERVE
+    assert gpu.limit(6.0) == 6 * GIB
+    assert gpu.free_text() == "the GPU has 5.00 GiB of 24.00 GiB free"
+
+    def full(*arguments, **named):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB.")
+
+    monkeypatch.setattr(torch, "empty", full)
+    assert not gpu.can_allocate(GIB)
