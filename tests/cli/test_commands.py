@@ -129,10 +129,10 @@ def test_the_silence_of_a_first_run_is_explained_on_a_terminal(test_checkpoint, 
     assert capsys.readouterr().err == ""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     assert run(arguments) == 0
-    assert capsys.readouterr().err == f"{COMPILING}\n"
+    assert capsys.readouterr().err.startswith(f"{COMPILING}\n")
     monkeypatch.setattr("isobit.kernels.none_kept", lambda: False)
     assert run(arguments) == 0
-    assert capsys.readouterr().err == ""
+    assert COMPILING not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
