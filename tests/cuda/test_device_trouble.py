@@ -7,6 +7,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from isobit import errors  # noqa: E402
 from isobit.cuda import compile as compiler  # noqa: E402
 from isobit.cuda import kernels, memory, store  # noqa: E402
 from isobit.cuda.errors import DeviceError, DeviceMemoryError, KernelError  # noqa: E402
@@ -126,10 +127,10 @@ def test_a_driver_without_memory_is_told_apart(gpu, moment):
     driver = Driver(b"other", refused=short) if moment == "load" else Driver(b"code", launched=short)
     with pytest.raises(DeviceMemoryError, match="out of memory for the kernel probe") as caught:
         gpu(driver, Compiler(b"code"))((1,), 32)
-    assert memory.ran_out(caught.value)
+    assert errors.ran_out(caught.value)
     with pytest.raises(KernelError, match="CUDA_ERROR_LAUNCH_FAILED") as failed:
         gpu(Driver(b"code", launched=Code.CUDA_ERROR_LAUNCH_FAILED), Compiler(b"code"))((1,), 32)
-    assert not memory.ran_out(failed.value)
+    assert not errors.ran_out(failed.value)
 
 
 @pytest.mark.parametrize("place", ["a file", "below a file", "an unwritable folder"])
@@ -210,7 +211,7 @@ def test_a_missing_package_is_named(monkeypatch, module):
 
 
 @pytest.mark.parametrize(
-    ("error", "ran_out"),
+    ("error", "expected"),
     [
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), True),
         (MemoryError(), True),
@@ -222,5 +223,5 @@ def test_a_missing_package_is_named(monkeypatch, module):
     ],
     ids=str,
 )
-def test_errors_of_memory_are_told_from_others(error, ran_out):
-    assert memory.ran_out(error) is ran_out
+def test_errors_of_memory_are_told_from_others(error, expected):
+    assert errors.ran_out(error) is expected

@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_sta
 from isobit.engine.engine import Engine, EngineSettings
 from isobit.engine.request import Request, Sampling
 from tests.engine.listening import Listener, prompt, reply
+from tests.short_memory import only, short_memory
 
 SETTINGS = EngineSettings(
     context=220, parallel=3, segment_rows=48, decode_share=16, prompt_cache_gib=0.05, host_cache_gib=0.01
@@ -74,6 +75,10 @@ def test_any_course_of_events_gives_the_oracles_replies(test_checkpoint, oracle,
                 assert ticket.cancelled or end.token_hash == expected
             self.running.clear()
 
+        @rule(after=st.integers(1, 400))
+        def run_out_of_memory(self, after):
+            allocations.fails = only(allocations.count + after)
+
         @rule()
         def evict(self):
             self.finish()
@@ -97,15 +102,17 @@ def test_any_course_of_events_gives_the_oracles_replies(test_checkpoint, oracle,
             self.engine.close()
             assert rounds.state.free_pages == rounds.state.pages
 
-    run_state_machine_as_test(
-        Machine,
-        settings=settings(
-            max_examples=8,
-            stateful_step_count=14,
-            deadline=None,
-            suppress_health_check=list(HealthCheck),
-        ),
-    )
+    with short_memory() as allocations:
+        run_state_machine_as_test(
+            Machine,
+            settings=settings(
+                max_examples=8,
+                stateful_step_count=14,
+                deadline=None,
+                suppress_health_check=list(HealthCheck),
+            ),
+        )
+        assert allocations.failures
 
 
 def test_the_oracles_replies_differ(oracle):

@@ -12,6 +12,7 @@ import torch
 
 from isobit.cuda import memory
 from isobit.cuda.batch import packed_arrays, place_at
+from isobit.errors import ran_out
 from isobit.ops.passes import MOST_REPLAYED_ROWS, Before, Body, PassInputs, nothing, shapes, with_wide_pages
 
 MOST_GRAPHS = 128
@@ -43,6 +44,8 @@ class GraphPasses:
     def release(self) -> None:
         """Give up all graphs and their memory; forwards to come are captured anew."""
         with self._busy:
+            if self._captured:
+                torch.cuda.synchronize()
             self._captured.clear()
             self._seen.clear()
             self._pool = None
@@ -76,7 +79,7 @@ class GraphPasses:
         try:
             return self._capture(key, inputs, body)
         except Exception as error:
-            if not memory.ran_out(error) and not memory.ran_out(error.__context__):
+            if not ran_out(error) and not ran_out(error.__context__):
                 raise
             log.warning("no memory to capture a forward: it runs step by step")
             self._seen.pop(key, None)

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 
 from isobit.cuda.errors import DeviceError
+from isobit.errors import first_sentence
 
 OLDEST_CAPABILITY = (8, 0)
 EMULATED_MULTIPROCESSORS = 4
-OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "ALLOC_FAILED")  # in messages of PyTorch and its libraries
 PINNED_BYTES = 1 << 20  # an array of fewer bytes is copied at once, sooner than pinned memory is found for it
 
 _emulated = False
@@ -60,8 +60,7 @@ def _initialisation_trouble() -> str | None:
             torch.cuda.init()
             return None if torch.cuda.is_available() else "PyTorch finds none"
     except (RuntimeError, AssertionError) as error:
-        lines = str(error).splitlines()
-        return lines[0].split(". ")[0].rstrip(".") if lines else type(error).__name__
+        return first_sentence(error)
 
 
 def device() -> torch.device:
@@ -118,13 +117,6 @@ def to_device(array: Any) -> torch.Tensor:
     if tensor.device.type == "cpu" and tensor.nbytes >= PINNED_BYTES:
         tensor = tensor.pin_memory()
     return tensor.to(device(), non_blocking=True)
-
-
-def ran_out(error: BaseException | None) -> bool:
-    """Whether an error says that memory ran out, on the device or the host."""
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in OUT_OF_MEMORY)
 
 
 def release() -> None:

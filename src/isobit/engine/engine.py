@@ -22,9 +22,10 @@ from isobit.engine.prompt_cache import CacheMetrics, PromptCache
 from isobit.engine.request import EventHandler, Finished, FinishReason, Request, Timings
 from isobit.engine.rounds import Rounds
 from isobit.engine.settings import EngineSettings
+from isobit.engine.shortage import OUT_OF_MEMORY
 from isobit.engine.spill import SpillStore
 from isobit.engine.spill_writer import QUEUE_BYTES
-from isobit.errors import IsobitError, QueueFullError, RequestError, counted
+from isobit.errors import IsobitError, QueueFullError, RequestError, counted, ran_out
 from isobit.model.flash_next import FlashNext
 from isobit.model.load import Progress
 from isobit.model.state import StatePool
@@ -168,8 +169,7 @@ class Engine:
                     rounds.cancel()
                 rounds.run()
             except Exception as error:
-                log.exception("a round failed")
-                rounds.abandon(f"{type(error).__name__}: {error}")
+                rounds.abandon(error)
         rounds.cache.close()
 
     def _admit(self) -> None:
@@ -191,7 +191,8 @@ class Engine:
                 self.rounds.start(ticket)
             except Exception as error:
                 log.exception("a request could not be started")
-                emit(ticket, never_started(ticket, "error", f"{type(error).__name__}: {error}"))
+                code = OUT_OF_MEMORY if ran_out(error) else None
+                emit(ticket, never_started(ticket, "error", f"{type(error).__name__}: {error}", code))
 
     def _spill_store(self, cache_bytes: int) -> SpillStore | None:
         settings = self.settings
@@ -243,7 +244,9 @@ def proposers(model: FlashNext, state: StatePool, mtp_drafts: int) -> list[Propo
     return sources
 
 
-def never_started(ticket: Ticket, reason: FinishReason, error: str | None = None) -> Finished:
+def never_started(
+    ticket: Ticket, reason: FinishReason, error: str | None = None, error_code: str | None = None
+) -> Finished:
     """The end of a request that never got a lane."""
     waited = time.monotonic() - ticket.submitted
     return Finished(
@@ -257,4 +260,5 @@ def never_started(ticket: Ticket, reason: FinishReason, error: str | None = None
         rows_reused=0,
         timings=Timings(waited, waited, waited, 0.0, 0.0),
         error=error,
+        error_code=error_code,
     )

@@ -8,7 +8,7 @@ from isobit.checkpoint.store import TensorInfo
 from isobit.engine import memory
 from isobit.engine.budget import Budget
 from isobit.engine.placement import Placement
-from isobit.errors import IsobitError, counted
+from isobit.errors import IsobitError, counted, ran_out
 from isobit.model.flash_next import FlashNext
 from isobit.model.load import Progress, load_model
 from isobit.model.read_ahead import MAPPED
@@ -70,7 +70,7 @@ def _within(placement: Placement, make: Callable[[], Made], explained: str) -> M
     try:
         return make()
     except Exception as error:
-        if not placement.ran_out(error):
+        if not ran_out(error):
             raise
         free = placement.free_text()
     raise IsobitError(f"memory ran out: {free}, but {explained}")

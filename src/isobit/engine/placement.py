@@ -80,14 +80,6 @@ class Placement:
         free, _ = torch.cuda.mem_get_info()
         return self.loaded() + max(0, free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated() - GPU_RESERVE)
 
-    def ran_out(self, error: BaseException) -> bool:
-        """Whether an error says that memory ran out."""
-        if self.device == "cpu":
-            return isinstance(error, MemoryError)
-        from isobit.cuda import memory as gpu
-
-        return gpu.ran_out(error)
-
     def release(self) -> None:
         """Give memory that is kept for arrays to come back to the device."""
         if self._on_host:

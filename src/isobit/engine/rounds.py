@@ -18,7 +18,7 @@ from isobit.engine.prompt_cache import Kind, PromptCache
 from isobit.engine.request import FinishReason, PromptProgress, Request, TokenEvent
 from isobit.engine.settings import EngineSettings
 from isobit.engine.shortage import OUT_OF_MEMORY, Shortage, fewer_rows
-from isobit.errors import counted
+from isobit.errors import counted, first_sentence, ran_out
 from isobit.model.flash_next import FlashNext
 from isobit.model.plan import Plan, Segment
 from isobit.model.state import StateFullError, StatePool, Stream, pages_for
@@ -98,10 +98,9 @@ class Rounds:
         for lane in self.lanes:
             lane.ticket.cancel()
 
-    def abandon(self, error: str) -> None:
+    def abandon(self, error: Exception) -> None:
         """End every lane with an error."""
-        for lane in list(self.lanes):
-            self._retire(lane, "error", error)
+        self._fail(list(self.lanes), error)
 
     def _compute(self, turns: list[Turn]) -> list[list[Turn]]:
         """One forward and what comes of it; or, when there is no memory for it, the smaller ones to try instead."""
@@ -111,10 +110,10 @@ class Rounds:
             recurring = not any(turn.lane.prompt_left for turn in turns)
             logits = self.model.forward(self.state, Plan(tuple(turn.segment for turn in turns), recurring))
         except Exception as error:
-            if not self.placement.ran_out(error):
+            if not ran_out(error):
                 self._fail([turn.lane for turn in turns], error)
                 return []
-            wanting = first_line(error)
+            wanting = first_sentence(error)
         else:
             self._take(turns, logits, started)
             return []
@@ -163,9 +162,9 @@ class Rounds:
 
     def _fail(self, lanes: Sequence[Lane], error: Exception) -> None:
         """End lanes whose state can no longer be trusted."""
-        if self.placement.ran_out(error):
+        if ran_out(error):
             for lane in lanes:
-                self._retire_short(lane, first_line(error))
+                self._retire_short(lane, first_sentence(error))
             return
         log.error("a round failed", exc_info=error)
         for lane in lanes:
@@ -191,9 +190,9 @@ class Rounds:
         try:
             return step()
         except Exception as error:
-            if not self.placement.ran_out(error):
+            if not ran_out(error):
                 raise
-            log.warning("memory ran out (%s): trying again", first_line(error))
+            log.warning("memory ran out (%s): trying again", first_sentence(error))
         self._free_memory()
         return step()
 
@@ -210,9 +209,9 @@ class Rounds:
         try:
             return self.drafter.propose(lanes, room)
         except Exception as error:
-            if not self.placement.ran_out(error):
+            if not ran_out(error):
                 raise
-            log.warning("memory ran out (%s): nothing is drafted in this round", first_line(error))
+            log.warning("memory ran out (%s): nothing is drafted in this round", first_sentence(error))
         self._free_memory()
         return [Draft() for _ in lanes]
 
@@ -317,9 +316,9 @@ class Rounds:
         try:
             self.cache.keep(lane.history, lane.stream, logits, kind)
         except Exception as error:
-            if not self.placement.ran_out(error):
+            if not ran_out(error):
                 raise
-            log.warning("memory ran out (%s): a state is not kept", first_line(error))
+            log.warning("memory ran out (%s): a state is not kept", first_sentence(error))
 
     def _token_event(self, lane: Lane, logits: Array, place: int, token: int, logprob: float) -> TokenEvent:
         count = lane.request.logprobs
@@ -351,12 +350,22 @@ class Rounds:
         if not self.state.free_slots and request.priority != "background":
             yielding = [lane for lane in self.lanes if lane.background and lane.stream is not None]
             if yielding:
-                self._with_more_memory(lambda: self._suspend(yielding[-1]))
+                self._suspend_if_room(yielding[-1])
         return self.state.free_slots > 0
 
     def start(self, ticket: Ticket) -> None:
+        stream, logits = self._begun(ticket.request)
+        try:
+            lane = self._lane(ticket, stream)
+        except BaseException:
+            self.state.close(stream)
+            raise
+        self.lanes.append(lane)
+        if logits is not None and not lane.prompt_left:
+            self._resume_reply(lane, logits)
+
+    def _lane(self, ticket: Ticket, stream: Stream) -> Lane:
         request = ticket.request
-        stream, logits = self._begun(request)
         asked = segment_limit(
             request.prefill, request.segment_rows, self.settings.segment_rows or self.placement.segment_rows
         )
@@ -365,9 +374,7 @@ class Rounds:
         lane.cuts = set(request.keep_rows)
         if self.settings.drafts and request.draft:
             lane.drafts = self.drafter.open(stream, request.tokens, request.sampling)
-        self.lanes.append(lane)
-        if logits is not None and not lane.prompt_left:
-            self._resume_reply(lane, logits)
+        return lane
 
     def _begun(self, request: Request) -> tuple[Stream, np.ndarray | None]:
         """A stream for a request, from a kept state where there is one, and the logits that were kept with it."""
@@ -376,9 +383,9 @@ class Rounds:
             if hit is not None:
                 return self.cache.restore(hit), hit.logits
         except Exception as error:
-            if not self.placement.ran_out(error):
+            if not ran_out(error):
                 raise
-            log.warning("memory ran out (%s): a prompt begins at its first row", first_line(error))
+            log.warning("memory ran out (%s): a prompt begins at its first row", first_sentence(error))
         return self._with_more_memory(self.state.open), None
 
     def _resume_reply(self, lane: Lane, logits: np.ndarray) -> None:
@@ -396,6 +403,15 @@ class Rounds:
             self._retire(lane, "error", failed)
         else:
             self._retire_if_over(lane)
+
+    def _suspend_if_room(self, lane: Lane) -> None:
+        """Suspend a lane, unless there is no memory for its state beside the others."""
+        try:
+            self._with_more_memory(lambda: self._suspend(lane))
+        except Exception as error:
+            if not ran_out(error):
+                raise
+            log.warning("memory ran out (%s): a background request keeps its lane", first_sentence(error))
 
     def _suspend(self, lane: Lane) -> None:
         """Take a lane's slot away; it goes on from its kept state when there is room again."""
@@ -484,12 +500,6 @@ class Rounds:
 def without_draft(turn: Turn) -> Turn:
     """A replying lane's turn with its last token alone."""
     return replace(turn, tokens=turn.tokens[:1], draft=Draft(), draws=turn.draws[:1]) if turn.draft.tokens else turn
-
-
-def first_line(error: Exception) -> str:
-    """What an error says in its first sentence, its kind where it says nothing."""
-    lines = str(error).splitlines()
-    return lines[0].split(". ")[0].rstrip(".") if lines else type(error).__name__
 
 
 def logits_wanted(turn: Turn) -> str:

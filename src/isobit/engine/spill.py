@@ -29,7 +29,7 @@ import numpy as np
 from isobit.checkpoint.store import read_tensors
 from isobit.engine.radix import Node, RadixTree, Tokens, as_tokens
 from isobit.engine.spill_writer import QUEUE_BYTES, SpillWriter, Write, checksum, unlink
-from isobit.errors import IsobitError, counted
+from isobit.errors import IsobitError, counted, ran_out
 from isobit.model.kept import Arrays, RowPiece
 from isobit.ops.copies import ARRIVED, Arrival
 from isobit.ops.version import ARITHMETIC_VERSION
@@ -195,7 +195,9 @@ class SpillStore:
         try:
             self._write_chunks(tokens, chunks, export_rows)
             state = self._write_state(tokens, keys, export_recurrent(), export_rows, logits)
-        except NoRoomError:
+        except Exception as error:
+            if not isinstance(error, NoRoomError) and not ran_out(error):
+                raise
             self._release_rows(chunks)
             return False
         self._index(tokens, state)
