@@ -35,7 +35,7 @@ def counted(count: int, noun: str, plural: str | None = None) -> str:
 def ran_out(error: BaseException | None) -> bool:
     """Whether an error says that memory ran out, on the host or a device."""
     if isinstance(error, RuntimeError):
-        return any(words in str(error) for words in OUT_OF_MEMORY)
+        return type(error).__name__ == "OutOfMemoryError" or any(words in str(error) for words in OUT_OF_MEMORY)
     return isinstance(error, MemoryError)
 
 
