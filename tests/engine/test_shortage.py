@@ -110,16 +110,16 @@ def test_where_not_even_a_row_fits_the_request_ends_with_the_numbers_and_others_
 
 
 def test_a_lane_goes_on_beside_one_that_has_to_end(engine, requests, expected, monkeypatch):
-    forward, victim = type(engine.model).forward, requests[0].tokens[0]
+    inputs, victim = type(engine.model)._inputs, requests[0].tokens[0]
     assert all(request.tokens[0] != victim for request in requests[1:])
 
-    def short(model, state, plan, trace=None):
+    def short(model, state, plan, *others):
         if any(segment.stream.rows == 0 and segment.tokens[0] == victim for segment in plan.segments):
             raise MemoryError("no room")
-        return forward(model, state, plan, trace)
+        return inputs(model, state, plan, *others)
 
     with monkeypatch.context() as patch:
-        patch.setattr(type(engine.model), "forward", short)
+        patch.setattr(type(engine.model), "_inputs", short)
         first, *others = together(engine, requests)
     assert first.error_code == "out_of_memory"
     assert all(is_right(*pair) for pair in zip(others, expected[1:], strict=True))
