@@ -2,6 +2,9 @@
 
 `load("ops/linear/few_rows.cu", "few_rows", BITS=3)(grid, block, x, rows)`: tensors are passed as pointers, None as the
 null pointer, int as int32, float as float32, `Long` and `Double` as 64 bits.
+
+In a graph a kernel that is launched `early` may begin before the kernel before it has ended (programmatic dependent
+launch). Until its `await_inputs()` it reads nothing but what came as `Constant`, and it writes nothing.
 """
 
 import ctypes
@@ -16,6 +19,8 @@ from isobit.cuda.errors import KernelError
 
 Size = int | tuple[int, ...]
 UNASKED_SHARED_BYTES = 48 << 10
+EARLY_IN_GRAPHS = True  # whether kernels begin early there; bench/cuda compares
+EARLY_FROM = (9, 0)  # compute capability
 
 
 class Long:
@@ -32,10 +37,17 @@ class Double:
         self.value = value
 
 
+class Constant:
+    """A tensor, or None, that no kernel writes once a model is loaded: what an early kernel may read at once."""
+
+    def __init__(self, tensor: Any):
+        self.tensor = tensor
+
+
 class Launcher(Protocol):
     """A compiled kernel of the GPU or of the emulator."""
 
-    def __call__(self, grid: Size, block: Size, *arguments: Any, shared: int = 0) -> None: ...
+    def __call__(self, grid: Size, block: Size, *arguments: Any, shared: int = 0, early: bool = False) -> None: ...
 
 
 class Kernel:
@@ -45,9 +57,12 @@ class Kernel:
         self.source, self.name, self.defines = source, name, defines
         self._launchers: dict[str, Launcher] = {}
 
-    def __call__(self, grid: Size, block: Size, *arguments: Any, shared: int = 0) -> None:
-        """Launch `grid` blocks of `block` threads with `shared` bytes of dynamic shared memory."""
-        self.launcher()(grid, block, *arguments, shared=shared)
+    def __call__(self, grid: Size, block: Size, *arguments: Any, shared: int = 0, early: bool = False) -> None:
+        """Launch `grid` blocks of `block` threads with `shared` bytes of dynamic shared memory.
+
+        early: the kernel awaits its inputs itself, in every block.
+        """
+        self.launcher()(grid, block, *arguments, shared=shared, early=early)
 
     def launcher(self) -> Launcher:
         """Compile the kernel if this device has not yet; raises DeviceError."""
@@ -73,7 +88,8 @@ def load(source: str, name: str, **defines: int) -> Kernel:
 def packed(arguments: tuple[Any, ...]) -> tuple[ctypes.Array, list[Any]]:
     """(void*[n] of addresses, the values they point to)."""
     values: list[Any] = []
-    for argument in arguments:
+    for given in arguments:
+        argument = given.tensor if isinstance(given, Constant) else given
         if argument is None:
             values.append(ctypes.c_void_p(0))
         elif isinstance(argument, bool | int):
@@ -127,7 +143,7 @@ def _launcher(kernel: Kernel, kind: str) -> Launcher:
     return _run_nothing
 
 
-def _run_nothing(grid: Size, block: Size, *arguments: Any, shared: int = 0) -> None:
+def _run_nothing(grid: Size, block: Size, *arguments: Any, shared: int = 0, early: bool = False) -> None:
     pass
 
 
@@ -148,19 +164,38 @@ class _GpuKernel:
         # A block's own arrays and the dynamic one have so much together unless more is asked for.
         self._shared = UNASKED_SHARED_BYTES - int(own)
         self._stream = torch.cuda.current_stream
+        self._is_capturing = torch.cuda.is_current_stream_capturing
+        self._can_be_early = memory.architecture() >= EARLY_FROM
 
-    def __call__(self, grid: Size, block: Size, *arguments: Any, shared: int = 0) -> None:
+    def __call__(self, grid: Size, block: Size, *arguments: Any, shared: int = 0, early: bool = False) -> None:
         if shared > self._shared:
             attribute = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             self._checked(self._driver.cuFuncSetAttribute(self._function, attribute, shared))
             self._shared = shared
         addresses, _values = packed(arguments)
         stream = self._stream().cuda_stream
+        # Outside of graphs the weights may have been written by the kernel before.
+        if early and EARLY_IN_GRAPHS and self._can_be_early and self._is_capturing():
+            self._launch_early(three(grid), three(block), shared, stream, ctypes.addressof(addresses))
+            return
         self._checked(
             self._driver.cuLaunchKernel(
                 self._function, *three(grid), *three(block), shared, stream, ctypes.addressof(addresses), 0
             )
         )
+
+    def _launch_early(
+        self, grid: tuple[int, int, int], block: tuple[int, int, int], shared: int, stream: int, addresses: int
+    ) -> None:
+        driver = self._driver
+        attribute, config = driver.CUlaunchAttribute(), driver.CUlaunchConfig()
+        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value.programmaticStreamSerializationAllowed = 1
+        config.gridDimX, config.gridDimY, config.gridDimZ = grid
+        config.blockDimX, config.blockDimY, config.blockDimZ = block
+        config.sharedMemBytes, config.hStream = shared, stream
+        config.attrs, config.numAttrs = [attribute], 1
+        self._checked(driver.cuLaunchKernelEx(config, self._function, addresses, 0))
 
     def registers(self) -> int:
         """32-bit registers of one thread."""

@@ -107,6 +107,7 @@ DEVICE void convolve_rows(
 extern "C" __global__ void convolve(
     const float* x, const float* weight, float* state, float* journal, const int* places, const int* starts,
     const int* slots, const int* segment_of_row, int rows, int width, int chunk, float* __restrict__ out) {
+    await_inputs();
     convolve_rows(x, weight, state, journal, places, starts, slots, segment_of_row, rows, width, chunk,
                   [=](int row, int column, const Values& convolved) {
                       store_values(out + static_cast<int64>(row) * width + column, convolved);

@@ -306,9 +306,9 @@ constexpr int FEW_STAGE = 8;
 
 // many_rows without prepare_rows, for a few rows a segment. Grid: (VALUE_HEADS * FEW_TILES, segments).
 extern "C" __global__ void __launch_bounds__(FEW_WARPS* WARP) few_rows(
-    const float* __restrict__ qkv, const float* __restrict__ a, const float* __restrict__ b,
-    const float* __restrict__ rate, const float* __restrict__ dt_bias, float scale, float* states, float* journal,
-    const int* places, const int* starts, const int* slots, float* __restrict__ out) {
+    const float* qkv, const float* a, const float* b, const float* rate, const float* dt_bias, float scale,
+    float* states, float* journal, const int* places, const int* starts, const int* slots, float* out) {
+    await_inputs();
     __shared__ float4 keys_queries[FEW_STAGE][2 * PADDED / 4], values[FEW_STAGE][FEW_COLUMNS / 4];
     __shared__ float gates[FEW_STAGE][3];  // decay, beta, the product of key and query
     __shared__ int journal_rows[FEW_STAGE];

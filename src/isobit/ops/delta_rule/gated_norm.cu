@@ -5,8 +5,8 @@ constexpr int VALUES = (WIDTH + WARP - 1) / WARP;
 
 // x, z, out [count, WIDTH]: a warp takes one head of one row.
 extern "C" __global__ void gated_norm(
-    const float* __restrict__ x, const float* __restrict__ z, const float* __restrict__ weight, float eps, int count,
-    float* __restrict__ out) {
+    const float* x, const float* z, const float* __restrict__ weight, float eps, int count, float* out) {
+    await_inputs();
     const int lane = threadIdx.x % WARP;
     const int head = blockIdx.x * (blockDim.x / WARP) + threadIdx.x / WARP;
     if (head >= count) return;

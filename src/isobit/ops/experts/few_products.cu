@@ -327,6 +327,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_A_PROCESSOR) multip
     float* floats, int inner_width, int columns, const float* gate_weights, int gate_inputs, const float* gate_bias,
     float* gate_logits) {
     DYNAMIC_SHARED(uint4, shared);
+    await_inputs();
     if (gate_weights && blockIdx.y == 0) {
         for (int first = blockIdx.x * GATE_ROWS; first < rows; first += gridDim.x * GATE_ROWS)
             shared_gate_logits(x, hidden, rows, first, gate_weights, gate_inputs, gate_bias, gate_logits,
@@ -392,6 +393,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_A_PROCESSOR) multip
     int inner_width, float* sums, int* counters, const int* ids, const float* weights, const float* gate_logits,
     int rows, int chosen, int experts, float* y, int hidden, int width, int columns) {
     DYNAMIC_SHARED(uint4, shared);
+    await_inputs();
     __shared__ int complete[TILE_ROWS * MOST_BLOCKS];
     const int* list;
     const RowTile tile = own_tile(tiles, members, ids, rows, chosen, experts, blockIdx.y, list);

@@ -13,6 +13,8 @@ DEVICE int64 first_sum(const Sums& sums, int row, int column) {
     return static_cast<int64>(row) * sums.columns + column;
 }
 
+constexpr int TERMS_AHEAD = 4;  // that are on their way at a time
+
 // Sums that other blocks of the same launch may have written: read past L1, which may be older.
 DEVICE float fresh(const float* at) {
 #ifdef EMULATED
@@ -42,7 +44,14 @@ DEVICE float total_of(const Sums& sums, int row, int column) {
     if (sums.terms == 1) return first;
     double total = first;
 #pragma unroll 1
-    for (int term = 1; term < sums.terms; term++) total = total + static_cast<double>(fresh(at + term * stride));
+    for (int term = 1; term < sums.terms; term += TERMS_AHEAD) {
+        float next[TERMS_AHEAD];
+#pragma unroll
+        for (int i = 0; i < TERMS_AHEAD; i++) next[i] = fresh(at + smaller(term + i, sums.terms - 1) * stride);
+#pragma unroll
+        for (int i = 0; i < TERMS_AHEAD; i++)
+            if (term + i < sums.terms) total = total + static_cast<double>(next[i]);
+    }
     return static_cast<float>(total);
 }
 
@@ -54,12 +63,19 @@ DEVICE void totals_of(const Sums& sums, int row, int column, float v[4]) {
     if (sums.terms > 1) {
         double x = four.x, y = four.y, z = four.z, w = four.w;
 #pragma unroll 1
-        for (int term = 1; term < sums.terms; term++) {
-            const float4 next = fresh(reinterpret_cast<const float4*>(at + term * stride));
-            x = x + static_cast<double>(next.x);
-            y = y + static_cast<double>(next.y);
-            z = z + static_cast<double>(next.z);
-            w = w + static_cast<double>(next.w);
+        for (int term = 1; term < sums.terms; term += TERMS_AHEAD - 1) {
+            float4 next[TERMS_AHEAD - 1];
+#pragma unroll
+            for (int i = 0; i < TERMS_AHEAD - 1; i++)
+                next[i] = fresh(reinterpret_cast<const float4*>(at + smaller(term + i, sums.terms - 1) * stride));
+#pragma unroll
+            for (int i = 0; i < TERMS_AHEAD - 1; i++) {
+                if (term + i >= sums.terms) break;
+                x = x + static_cast<double>(next[i].x);
+                y = y + static_cast<double>(next[i].y);
+                z = z + static_cast<double>(next[i].z);
+                w = w + static_cast<double>(next[i].w);
+            }
         }
         four = make_float4(static_cast<float>(x), static_cast<float>(y), static_cast<float>(z), static_cast<float>(w));
     }

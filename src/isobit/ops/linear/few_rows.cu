@@ -122,8 +122,8 @@ DEVICE void finish_blocks(const Sums& sums, const Finish& finish, int* counters,
 // FUSED, what rotate_few made of it, which a block copies first where SHARED_OPERAND. values: float [shards, rows,
 // 16 * tile_columns], written and read here. counters: zeros, one a block of 128 outputs.
 extern "C" __global__ void __launch_bounds__(MOST_WARPS * WARP, ROW_TILES <= 2 ? 2 : 1)
-few_rows(const uint4* __restrict__ trellis, const void* __restrict__ x, const half_bits* input_scales, float* values,
-         int* counters, int tile_columns, int input_blocks, int rows, int inputs, int whole, int columns, int turns,
+few_rows(const uint4* __restrict__ trellis, const void* x, const half_bits* input_scales, float* values, int* counters,
+         int tile_columns, int input_blocks, int rows, int inputs, int whole, int columns, int turns,
          const half_bits* output_scales, const float* bias, float* y, int outputs) {
     DYNAMIC_SHARED(unsigned, shared);
     begin_turns();
@@ -138,21 +138,20 @@ few_rows(const uint4* __restrict__ trellis, const void* __restrict__ x, const ha
     float4* handed = reinterpret_cast<float4*>(after_stages) + own_column * ROW_TILES * WARP + lane;
     uint4* own_inputs = after_stages + columns * ROW_TILES * WARP;
     const uint4* rotated = static_cast<const uint4*>(x);
-#if SHARED_OPERAND && !FUSED
-    for (int i = threadIdx.x; i < (last_chunk - first_chunk) * 16 * rows; i += blockDim.x)
-        copy_async_16(own_inputs + i, rotated + first_chunk * 16 * rows + i);
-#endif
     ChunkRing ring(stages, tile_columns, column, first_chunk + turn, turns, lane);
     const bool real = column < tile_columns;
 #pragma unroll
     for (int stage = 0; stage < STAGES; stage++)
         ring.advance(trellis, real && first_chunk + turn + stage * turns < last_chunk, lane);
 
+    await_inputs();
 #if FUSED
     rotate_units(reinterpret_cast<unsigned*>(own_inputs), static_cast<const float*>(x), input_scales, first_chunk, 0,
                  rows * (last_chunk - first_chunk), rows, inputs, whole);
 #elif SHARED_OPERAND
-    copy_async_wait<STAGES - 1>();
+#pragma unroll 4
+    for (int i = threadIdx.x; i < (last_chunk - first_chunk) * 16 * rows; i += blockDim.x)
+        own_inputs[i] = rotated[first_chunk * 16 * rows + i];
 #endif
     if (FROM_SHARED) {
         rotated = own_inputs - first_chunk * 16 * rows;
