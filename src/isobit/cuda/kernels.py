@@ -4,7 +4,8 @@
 null pointer, int as int32, float as float32, `Long` and `Double` as 64 bits.
 
 In a graph a kernel that is launched `early` may begin before the kernel before it has ended (programmatic dependent
-launch). Until its `await_inputs()` it reads nothing but what came as `Constant`, and it writes nothing.
+launch), but not before that one's inputs are there. Until its own `await_inputs()` it reads nothing but what came as
+`Constant` or `Settled`, and it writes nothing.
 """
 
 import ctypes
@@ -42,6 +43,10 @@ class Constant:
 
     def __init__(self, tensor: Any):
         self.tensor = tensor
+
+
+class Settled(Constant):
+    """A tensor that neither the kernel before nor those beside it write: what an early kernel may read at once."""
 
 
 class Launcher(Protocol):

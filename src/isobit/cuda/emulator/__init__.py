@@ -31,7 +31,7 @@ class EmulatedKernel:
     ) -> None:
         addresses, _values = kernels.packed(arguments)
         shape = (ctypes.c_uint32 * 6)(*kernels.three(grid), *kernels.three(block))
-        awaited = _regions(arguments) if early else ()
+        awaited = _regions(arguments) if early else []
         regions = (_Region * len(awaited))(*awaited)
         problem = self._launch(shape, ctypes.c_size_t(shared), addresses, regions, ctypes.c_size_t(len(awaited)))
         if problem:
@@ -42,10 +42,10 @@ class _Region(ctypes.Structure):
     _fields_ = (("at", ctypes.c_void_p), ("bytes", ctypes.c_size_t))
 
 
-def _regions(arguments: tuple[Any, ...]) -> list[tuple[int, int]]:
-    """(address, bytes) of the arrays that are no constants."""
+def _regions(arguments: tuple[Any, ...]) -> list[_Region]:
+    """The arrays that an early kernel must await."""
     tensors = [argument for argument in arguments if hasattr(argument, "data_ptr")]
-    return [(tensor.data_ptr(), _extent(tensor)) for tensor in tensors if tensor.numel()]
+    return [_Region(tensor.data_ptr(), _extent(tensor)) for tensor in tensors if tensor.numel()]
 
 
 def _extent(tensor: Any) -> int:

@@ -125,6 +125,7 @@ static inline void __syncthreads() { emulator::pause(emulator::AT_BLOCK); }
 static inline void __syncwarp() { emulator::pause(emulator::AT_WARP); }
 static inline void __threadfence() {}
 DEVICE void await_inputs() { emulator::await_inputs(); }
+DEVICE void fetch_line(const void*) {}
 
 DEVICE float fma32(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 DEVICE double fma64(double a, double b, double c) { return __builtin_fma(a, b, c); }
@@ -251,3 +252,4 @@ static inline uint4 load_streaming(const uint4* pointer) {
     if (reinterpret_cast<uintptr_t>(pointer) % 16) emulator::problem = "a load is not aligned to 16 bytes";
     return *pointer;
 }
+DEVICE uint4 load_ahead(const uint4* pointer) { return load_streaming(pointer); }

@@ -197,7 +197,8 @@ def few_rows(qkv, a, b, handle: Delta, states, batch: Batch, journal, out: torch
     """One launch: the gates and norms of a row are computed where they are used."""
     arrays = placed(batch)
     tiles = -(-handle.value_dim // FEW_COLUMNS)
-    moving = states, journal, journal_places(batch, journal), arrays.starts, arrays.slots
+    pool, starts, slots = (kernels.Settled(array) for array in (states, arrays.starts, arrays.slots))
+    moving = pool, journal, journal_places(batch, journal), starts, slots
     constants = kernels.Constant(handle.rate), kernels.Constant(handle.dt_bias), query_scale(handle)
     grid = handle.value_heads * tiles, batch.segments
     handle.kernel("few_rows")(grid, FEW_THREADS, qkv, a, b, *constants, *moving, out, early=True)

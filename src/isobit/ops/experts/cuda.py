@@ -8,7 +8,7 @@ import torch
 
 from isobit.checkpoint.weights import Linear, PlainLinear
 from isobit.cuda import kernels, memory
-from isobit.cuda.kernels import Constant
+from isobit.cuda.kernels import Constant, Settled
 from isobit.ops.experts.cuda_layers import BLOCK, TILE, PlacedLayers, place_layers, stored_sizes, whole_blocks
 from isobit.ops.experts.stored import checked_experts
 
@@ -166,9 +166,9 @@ def _few_rows(
     )  # fmt: skip
     kernel, columns, shared = _few_products("multiply_down", handle, tiles, width, fused)
     kernel(
-        (-(-width // (TILE * columns)), tiles), 32 * FEW_WARPS, table, tile_list, members, halves, floats, inner_width,
-        sums, handle.row_counters, ids, weights, logits, rows, chosen, handle.routed, y, handle.hidden, width, columns,
-        shared=max(shared, 4 * BLOCK * (chosen + 1)), early=True,
+        (-(-width // (TILE * columns)), tiles), 32 * FEW_WARPS, table, Settled(tile_list), Settled(members), halves,
+        floats, inner_width, sums, handle.row_counters, Settled(ids), weights, logits, rows, chosen, handle.routed, y,
+        handle.hidden, width, columns, shared=max(shared, 4 * BLOCK * (chosen + 1)), early=True,
     )  # fmt: skip
 
 

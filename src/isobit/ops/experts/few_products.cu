@@ -200,6 +200,7 @@ DEVICE void multiply_columns(const Layer& layer, int first_column, int last_colu
     TileStages<F> tiles(layer, first, (last_column - first + WARP_COLUMNS - 1) / WARP_COLUMNS, 0,
                         shared + warp * STAGES * TileStages<F>::stage_pieces, lane);
     const LanePlace<F::twice> place(lane);
+    await_inputs();
     const uint4* row = lane_inputs<ROTATES>(layer, rows, shared, lane);
     for (int column = first; column < last_column; column += WARP_COLUMNS) {
         Chains<4> chains;
@@ -230,6 +231,7 @@ DEVICE void multiply_columns(const Layer& layer, int first_column, int last_colu
     TileStages<F> tiles(layer, column, column < last_column ? 1 : 0, turn,
                         shared + HANDED_PIECES + warp * STAGES * TileStages<F>::stage_pieces, lane);
     const LanePlace<F::twice> place(lane);
+    await_inputs();
     const uint4* row = lane_inputs<ROTATES>(layer, rows, shared, lane);
     if (column >= last_column) return;
     const int own_turn = warp + 1, awaited = turn == 0 ? warp + TURNS : warp;
@@ -277,6 +279,7 @@ template <bool ROTATES>
 DEVICE void multiply(const Layer& layer, int first_column, int last_column, const Rows& rows, uint4* shared) {
 #if PLAIN_LAYERS
     if (layer.format == PLAIN) {
+        await_inputs();
         multiply_plain(layer, first_column, last_column, rows.values_width, rows);
         return;
     }
@@ -307,10 +310,7 @@ DEVICE RowTile own_tile(const RowTile* tiles, const int* members, const int* ids
 
 // Ask early for what the last block of 128 outputs will read.
 DEVICE void fetch_scales(const half_bits* scales, int tile_column) {
-#ifndef EMULATED
-    if (scales && threadIdx.x == 0)
-        asm volatile("prefetch.global.L2 [%0];" ::"l"(scales + tile_column * TILE) : "memory");
-#endif
+    if (scales && threadIdx.x == 0) fetch_line(scales + tile_column * TILE);
 }
 
 // How often thread blocks of `columns` columns arrive at a block of 128 outputs.
@@ -385,7 +385,7 @@ DEVICE void add_pairs(const Layer* layers, const float* sums, const int* ids, co
 
 // Inputs of down -> y [rows, hidden]. grid (ceil(width / 16 / columns), tiles), 128 threads.
 //
-// columns: 4 / TURNS, or 8, 16 or 32 without turns.
+// tiles, members and ids are settled. columns: 4 / TURNS, or 8, 16 or 32 without turns.
 // sums [pairs, width] is scratch; counters [64, width / 128] are zeros, and are again. (chosen + 1) * 128 floats of
 // shared memory, or what the products need.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_A_PROCESSOR) multiply_down(
@@ -393,17 +393,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_A_PROCESSOR) multip
     int inner_width, float* sums, int* counters, const int* ids, const float* weights, const float* gate_logits,
     int rows, int chosen, int experts, float* y, int hidden, int width, int columns) {
     DYNAMIC_SHARED(uint4, shared);
-    await_inputs();
     __shared__ int complete[TILE_ROWS * MOST_BLOCKS];
     const int* list;
     const RowTile tile = own_tile(tiles, members, ids, rows, chosen, experts, blockIdx.y, list);
-    if (tile.count == 0) return;
+    if (tile.count == 0) {
+        await_inputs();
+        return;
+    }
     const int tile_column = blockIdx.x * columns, first_block = tile_column / TILES;
     const Rows tile_rows = {list, tile.count, halves, inner_width, sums, width, floats, inner_width, 1};
     const Layer layer = layer_of(layers, tile.expert, DOWN);
     for (int i = 0; i < columns; i += TILES)
         fetch_scales(layer.output_scales, smaller(tile_column + i, width / TILE - 1));
     multiply<false>(layer, tile_column, tile_column + columns, tile_rows, shared);
+    await_inputs();
     __syncthreads();
     const int blocks = smaller((columns + TILES - 1) / TILES, width / BLOCK - first_block);
     if (threadIdx.x < blocks * tile.count) {

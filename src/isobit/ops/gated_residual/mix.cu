@@ -13,27 +13,29 @@ struct Sums {
 
 constexpr int TERMS_AHEAD = 8;  // that are on their way at a time
 
-// COUNT neighbouring outputs' terms added in float64 in order, rounded once.
+// COUNT outputs' terms added in float64 in order, rounded once; COUNT / WIDE places of WIDE neighbours, `apart` columns.
 template <typename Floats, int COUNT>
-DEVICE void totals_of(const Sums& sums, int row, int column, float totals[COUNT]) {
-    const int64 stride = static_cast<int64>(sums.rows) * sums.width;
-    const float* at = sums.values + static_cast<int64>(row) * sums.width + column;
+DEVICE void totals_of(const Sums& sums, int row, int column, int apart, float totals[COUNT]) {
+    constexpr int WIDE = sizeof(Floats) / sizeof(float), PLACES = COUNT / WIDE;
+    const int stride = sums.rows * sums.width;
+    const float* at = sums.values + row * sums.width + column;
     double found[COUNT];
 #pragma unroll 1
-    for (int term = 0; term < sums.terms; term += TERMS_AHEAD) {
-        Floats next[TERMS_AHEAD];
+    for (int term = 0; term < sums.terms; term += TERMS_AHEAD, at += TERMS_AHEAD * stride) {
+        Floats next[TERMS_AHEAD][PLACES];
 #pragma unroll
         for (int i = 0; i < TERMS_AHEAD; i++)
-            next[i] = *reinterpret_cast<const Floats*>(at + smaller(term + i, sums.terms - 1) * stride);
 #pragma unroll
-        for (int i = 0; i < TERMS_AHEAD; i++) {
-            if (term + i >= sums.terms) break;
+            for (int place = 0; place < PLACES; place++)
+                if (term + i < sums.terms)
+                    next[i][place] = *reinterpret_cast<const Floats*>(at + i * stride + place * apart);
+#pragma unroll
+        for (int i = 0; i < TERMS_AHEAD; i++)
 #pragma unroll
             for (int j = 0; j < COUNT; j++) {
-                const double value = reinterpret_cast<const float*>(&next[i])[j];
-                found[j] = term + i ? found[j] + value : value;
+                const double value = reinterpret_cast<const float*>(&next[i][j / WIDE])[j % WIDE];
+                found[j] = term + i == 0 ? value : term + i < sums.terms ? found[j] + value : found[j];
             }
-        }
     }
 #pragma unroll
     for (int j = 0; j < COUNT; j++) totals[j] = static_cast<float>(found[j]);
@@ -41,20 +43,18 @@ DEVICE void totals_of(const Sums& sums, int row, int column, float totals[COUNT]
 
 DEVICE float total_of(const Sums& sums, int row, int column) {
     float total;
-    totals_of<float, 1>(sums, row, column, &total);
+    totals_of<float, 1>(sums, row, column, 0, &total);
     return total;
 }
 
 // Lane 4g + t's two registers of a row's low values in one step; the width is even.
 DEVICE uint2 low_pairs(const Sums& sums, int row, int step, int pair) {
-    unsigned pairs[2];
+    float totals[4];
+    totals_of<float2, 4>(sums, row, step * SIDE + 2 * pair, SIDE / 2, totals);
+    half_bits values[4];
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
-        float totals[2];
-        totals_of<float2, 2>(sums, row, step * SIDE + 2 * pair + 8 * i, totals);
-        pairs[i] = pack_half2(activated(totals[0]), activated(totals[1]));
-    }
-    return make_uint2(pairs[0], pairs[1]);
+    for (int i = 0; i < 4; i++) values[i] = activated(totals[i]);
+    return make_uint2(pack_half2(values[0], values[1]), pack_half2(values[2], values[3]));
 }
 
 // low and injection [rows, STREAMS] (null: none) of all rows; grid covers rows * (4 * STEPS + STREAMS) threads.
@@ -92,7 +92,7 @@ mix_few(const uint4* __restrict__ up, const float* values, const uint2* low, con
     uint4 weights[STEPS];
     const uint4* own = up + static_cast<int64>((stream * HIDDEN + first) / SIDE) * STEPS * WARP + lane;
 #pragma unroll
-    for (int step = 0; step < STEPS; step++) weights[step] = load_streaming(own + step * WARP);
+    for (int step = 0; step < STEPS; step++) weights[step] = load_ahead(own + step * WARP);
     await_inputs();
     if (!low) {
         const Sums sums = {values, terms, rows, width, inject};

@@ -125,8 +125,14 @@ norm_streams(float* streams, const float* injection, const float* y, const float
     copy_async_wait<0>();
     __syncthreads();
     if (y) {
-        for (int at = thread; at < width; at += STAGED_THREADS)
-            values[at] = own[at] = fma32(strength, added[at], own[at]);
+#pragma unroll 4
+        for (int at = 4 * thread; at < width; at += 4 * STAGED_THREADS) {
+            const float4 more = four_of(added + at);
+            float4 v = four_of(own + at);
+            v.x = fma32(strength, more.x, v.x), v.y = fma32(strength, more.y, v.y);
+            v.z = fma32(strength, more.z, v.z), v.w = fma32(strength, more.w, v.w);
+            four_of(own + at) = four_of(values + at) = v;
+        }
         __syncthreads();
     }
     norm_staged(own, factors, out, width, eps, &inverse);

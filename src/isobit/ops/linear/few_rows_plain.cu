@@ -26,7 +26,9 @@ constexpr int BLOCK_TILES = ROTATION / SIDE;
 constexpr int GROUP_TILES = CHUNK_TILES >= 8 ? 4 : 2;  // whose operands are loaded ahead of their steps
 constexpr int GROUPS = CHUNK_TILES / GROUP_TILES;
 constexpr int CHUNK_QUADS = CHUNK_TILES * SIDE / 4;
-constexpr int READ_AHEAD = 8;  // quads of inputs that a lane has on their way
+constexpr int ROW_QUADS = CHUNK_QUADS > WARP ? CHUNK_QUADS / WARP : 1;  // of a row, that a lane has
+constexpr int ROWS_AT_ONCE = CHUNK_QUADS < WARP ? WARP / CHUNK_QUADS : 1;  // that a warp reads side by side
+constexpr int READ_AHEAD = 8 / ROW_QUADS;  // of these, on their way
 constexpr int CHUNK_THREADS = (1 + CHAIN_WARPS) * WARP;  // that meet at a chunk's barrier
 
 // What a chunk's steps take, in shared memory. operand: uint2 [CHUNK_TILES, places, 4], a place being a row's part.
@@ -72,21 +74,27 @@ DEVICE void feed_weights(const Chunk& chunk, const uint4* weights, int count, in
 
 // Fill a chunk with the rows' inputs to `count` tiles, by one warp; then its weights are there too.
 DEVICE void feed_inputs(const Chunk& chunk, const float* x, int count, int rows, int inputs, int lane) {
-    const int units = rows * CHUNK_QUADS;
+    const int own_row = lane / CHUNK_QUADS, own_quad = lane % CHUNK_QUADS;
 #pragma unroll 1
-    for (int first = lane; first < units; first += READ_AHEAD * WARP) {
-        float4 quads[READ_AHEAD];
+    for (int first = 0; first < rows; first += READ_AHEAD * ROWS_AT_ONCE) {
+        float4 quads[READ_AHEAD][ROW_QUADS];
 #pragma unroll
         for (int i = 0; i < READ_AHEAD; i++) {
-            const int unit = first + i * WARP, row = unit / CHUNK_QUADS, quad = unit % CHUNK_QUADS;
-            quads[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-            if (unit < units && quad < 4 * count)
-                quads[i] = *reinterpret_cast<const float4*>(x + static_cast<int64>(row) * inputs + 4 * quad);
+            const int row = first + i * ROWS_AT_ONCE + own_row;
+#pragma unroll
+            for (int j = 0; j < ROW_QUADS; j++) {
+                const int quad = own_quad + j * WARP;
+                quads[i][j] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+                if (row < rows && quad < 4 * count)
+                    quads[i][j] = *reinterpret_cast<const float4*>(x + static_cast<int64>(row) * inputs + 4 * quad);
+            }
         }
 #pragma unroll
         for (int i = 0; i < READ_AHEAD; i++) {
-            const int unit = first + i * WARP;
-            if (unit < units) store_quad(chunk, unit / CHUNK_QUADS, unit % CHUNK_QUADS, quads[i]);
+            const int row = first + i * ROWS_AT_ONCE + own_row;
+            if (row >= rows) break;
+#pragma unroll
+            for (int j = 0; j < ROW_QUADS; j++) store_quad(chunk, row, own_quad + j * WARP, quads[i][j]);
         }
     }
     copy_async_wait<0>();
