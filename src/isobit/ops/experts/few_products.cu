@@ -313,6 +313,15 @@ DEVICE void fetch_scales(const half_bits* scales, int tile_column) {
     if (scales && threadIdx.x == 0) fetch_line(scales + tile_column * TILE);
 }
 
+// Ask early for the layers' table and the gate's weights, which are no longer in the cache.
+DEVICE void fetch_constants(const Layer* layers, int experts, const float* gate_weights, int gate_inputs) {
+    constexpr int LINE = 128;
+    const int block = blockIdx.y * gridDim.x + blockIdx.x, at = block * LINE, gate_at = threadIdx.x * LINE / 4;
+    const int bytes = (experts + 1) * PROJECTIONS * static_cast<int>(sizeof(Layer));
+    if (threadIdx.x == 0 && at < bytes) fetch_line(reinterpret_cast<const unsigned char*>(layers) + at);
+    if (gate_weights && block == 0 && gate_at < gate_inputs) fetch_line(gate_weights + gate_at);
+}
+
 // How often thread blocks of `columns` columns arrive at a block of 128 outputs.
 DEVICE int arrivals(int columns) { return columns < TILES ? TILES / columns : 1; }
 
@@ -327,6 +336,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_A_PROCESSOR) multip
     float* floats, int inner_width, int columns, const float* gate_weights, int gate_inputs, const float* gate_bias,
     float* gate_logits) {
     DYNAMIC_SHARED(uint4, shared);
+    fetch_constants(layers, experts, gate_weights, gate_inputs);
     await_inputs();
     if (gate_weights && blockIdx.y == 0) {
         for (int first = blockIdx.x * GATE_ROWS; first < rows; first += gridDim.x * GATE_ROWS)
