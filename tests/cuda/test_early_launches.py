@@ -23,10 +23,12 @@ class FakeDriver:
         return getattr(driver, name)
 
     def cuLaunchKernel(self, function, *sizes_and_rest) -> tuple:
+        assert function == "late"
         self.launches.append(("late", sizes_and_rest[:6], sizes_and_rest[6], sizes_and_rest[7]))
         return (0,)
 
     def cuLaunchKernelEx(self, config, function, arguments, extra) -> tuple:
+        assert function == "early"
         (attribute,) = config.attrs
         assert config.numAttrs == 1
         assert attribute.id == driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
@@ -40,7 +42,8 @@ def launched(early: bool, capturing: bool, able: bool = True) -> tuple:
     """What the driver is asked for."""
     kernel = object.__new__(kernels._GpuKernel)
     fake = FakeDriver()
-    kernel._driver, kernel._function, kernel._name, kernel._shared = fake, None, "kernel", 1 << 14
+    kernel._driver, kernel._name = fake, "kernel"
+    kernel._late, kernel._early = (kernels._Function(None, handle, 1 << 14) for handle in ("late", "early"))
     kernel._stream, kernel._is_capturing = lambda: SimpleNamespace(cuda_stream=STREAM), lambda: capturing
     kernel._can_be_early = able
     kernel((5, 4), 96, 1, 2.0, None, shared=1024, early=early)

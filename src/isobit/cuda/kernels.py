@@ -11,6 +11,7 @@ launch), but not before that one's inputs are there. Until its own `await_inputs
 import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol
 
@@ -22,6 +23,7 @@ Size = int | tuple[int, ...]
 UNASKED_SHARED_BYTES = 48 << 10
 EARLY_IN_GRAPHS = True  # whether kernels begin early there; bench/cuda compares
 EARLY_FROM = (9, 0)  # compute capability
+ALL_SHARED_PERCENT = 100
 
 
 class Long:
@@ -158,39 +160,39 @@ class _GpuKernel:
         from cuda.bindings import driver
 
         torch.cuda.init()
-        self._name = repr(kernel)
+        self._name, self._entry = repr(kernel), kernel.name.encode()
         self._driver = driver
-        architecture = compiler.architecture_name(memory.architecture())
-        code = compiler.binary(kernel.source, kernel.defines, architecture)
-        self._module = self._checked(driver.cuModuleLoadData(code))
-        self._function = self._checked(driver.cuModuleGetFunction(self._module, kernel.name.encode()))
-        attributes = driver.CUfunction_attribute
-        own = self._checked(driver.cuFuncGetAttribute(attributes.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, self._function))
-        # A block's own arrays and the dynamic one have so much together unless more is asked for.
-        self._shared = UNASKED_SHARED_BYTES - int(own)
         self._stream = torch.cuda.current_stream
         self._is_capturing = torch.cuda.is_current_stream_capturing
         self._can_be_early = memory.architecture() >= EARLY_FROM
+        self._code = compiler.binary(kernel.source, kernel.defines, compiler.architecture_name(memory.architecture()))
+        self._late = self._loaded()
+        self._early: _Function | None = None
 
     def __call__(self, grid: Size, block: Size, *arguments: Any, shared: int = 0, early: bool = False) -> None:
-        if shared > self._shared:
+        function = self._late
+        if early and self._can_be_early:
+            # Loaded at the first launch, which is no graph's.
+            self._early = self._early or self._loaded_for_early_launches()
+            # Outside of graphs the weights may have been written by the kernel before.
+            if EARLY_IN_GRAPHS and self._is_capturing():
+                function = self._early
+        if shared > function.shared:
             attribute = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            self._checked(self._driver.cuFuncSetAttribute(self._function, attribute, shared))
-            self._shared = shared
+            self._checked(self._driver.cuFuncSetAttribute(function.handle, attribute, shared))
+            function.shared = shared
         addresses, _values = packed(arguments)
+        launch = self._launch_early if function is self._early else self._launch_late
         stream = self._stream().cuda_stream
-        # Outside of graphs the weights may have been written by the kernel before.
-        if early and EARLY_IN_GRAPHS and self._can_be_early and self._is_capturing():
-            self._launch_early(three(grid), three(block), shared, stream, ctypes.addressof(addresses))
-            return
-        self._checked(
-            self._driver.cuLaunchKernel(
-                self._function, *three(grid), *three(block), shared, stream, ctypes.addressof(addresses), 0
-            )
-        )
+        launch(function, three(grid), three(block), shared, stream, ctypes.addressof(addresses))
+
+    def _launch_late(
+        self, function: "_Function", grid: tuple, block: tuple, shared: int, stream: int, addresses: int
+    ) -> None:
+        self._checked(self._driver.cuLaunchKernel(function.handle, *grid, *block, shared, stream, addresses, 0))
 
     def _launch_early(
-        self, grid: tuple[int, int, int], block: tuple[int, int, int], shared: int, stream: int, addresses: int
+        self, function: "_Function", grid: tuple, block: tuple, shared: int, stream: int, addresses: int
     ) -> None:
         driver = self._driver
         attribute, config = driver.CUlaunchAttribute(), driver.CUlaunchConfig()
@@ -200,15 +202,39 @@ class _GpuKernel:
         config.blockDimX, config.blockDimY, config.blockDimZ = block
         config.sharedMemBytes, config.hStream = shared, stream
         config.attrs, config.numAttrs = [attribute], 1
-        self._checked(driver.cuLaunchKernelEx(config, self._function, addresses, 0))
+        self._checked(driver.cuLaunchKernelEx(config, function.handle, addresses, 0))
+
+    def _loaded(self) -> "_Function":
+        module = self._checked(self._driver.cuModuleLoadData(self._code))
+        handle = self._checked(self._driver.cuModuleGetFunction(module, self._entry))
+        attributes = self._driver.CUfunction_attribute
+        own = self._checked(self._driver.cuFuncGetAttribute(attributes.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, handle))
+        # A block's own arrays and the dynamic one have so much together unless more is asked for.
+        return _Function(module, handle, UNASKED_SHARED_BYTES - int(own))
+
+    def _loaded_for_early_launches(self) -> "_Function":
+        function = self._loaded()
+        # Kernels that divide a multiprocessor's memory in different ways are not on it at the same time.
+        attribute = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+        self._checked(self._driver.cuFuncSetAttribute(function.handle, attribute, ALL_SHARED_PERCENT))
+        return function
 
     def registers(self) -> int:
         """32-bit registers of one thread."""
         attribute = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NUM_REGS
-        return int(self._checked(self._driver.cuFuncGetAttribute(attribute, self._function)))
+        return int(self._checked(self._driver.cuFuncGetAttribute(attribute, self._late.handle)))
 
     def _checked(self, result: tuple) -> Any:
         code, *values = result
         if int(code):
             raise KernelError(f"kernel {self._name}: the CUDA driver says {code.name}")
         return values[0] if values else None
+
+
+@dataclass
+class _Function:
+    """A kernel as the driver has it; `shared`: the most dynamic shared memory that it may have, in bytes."""
+
+    module: Any
+    handle: Any
+    shared: int
