@@ -2,7 +2,7 @@
 
 Microseconds a call of chains of 48 calls at real widths, each with the next layer's weights: kernels that begin when
 the one before has ended, beside kernels that begin early and read their weights meanwhile; and a whole forward of few
-rows. Both must give the same bytes; exit code 1 if they do not.
+rows. Both must give the same bytes; exit code 1 if they do not, or if a graph cannot be had.
 """
 
 import argparse
@@ -18,6 +18,7 @@ import torch
 
 from isobit.checkpoint.synth_memory import SyntheticCheckpoint
 from isobit.cuda import kernels, memory
+from isobit.cuda.errors import KernelError
 from isobit.model.blocks import GatedDeltaNet
 from isobit.model.flash_next import FlashNext
 from isobit.model.load import load_model
@@ -222,7 +223,12 @@ def main() -> int:
     for rows in arguments.rows:
         print(f"--- {rows} rows, microseconds a call ---")
         for chain in chains(model, rows):
-            (late, expected), (early, found) = (replayed(chain, early) for early in (False, True))
+            try:
+                (late, expected), (early, found) = (replayed(chain, early) for early in (False, True))
+            except (RuntimeError, KernelError) as error:
+                print(f"{chain.what:56} FAILED: {error}", flush=True)
+                different += 1
+                continue
             floor = f"floor {1e6 * chain.nbytes / COPY_RATE:6.2f}"
             note(chain.what, late, early, floor, same_bytes(expected, found))
         print(f"--- {rows} rows, milliseconds a forward of {arguments.layers} layers ---")

@@ -313,6 +313,12 @@ DEVICE void fetch_scales(const half_bits* scales, int tile_column) {
     if (scales && threadIdx.x == 0) fetch_line(scales + tile_column * TILE);
 }
 
+// Ask early for the scales of all inputs, which are read in turn.
+DEVICE void fetch_input_scales(const Layer& layer) {
+    constexpr int LINE = 64;  // halves
+    for (int at = threadIdx.x * LINE; at < layer.inputs; at += THREADS * LINE) fetch_line(layer.input_scales + at);
+}
+
 // Ask early for the layers' table and the gate's weights, which are no longer in the cache.
 DEVICE void fetch_constants(const Layer* layers, int experts, const float* gate_weights, int gate_inputs) {
     constexpr int LINE = 128;
@@ -355,6 +361,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_A_PROCESSOR) multip
     const Rows tile_rows = {list, tile.count, ready + side_pairs * width, width, sums + side * inner_width,
                             2 * inner_width, x, hidden, chosen + 1};
     const Layer layer = layer_of(layers, tile.expert, GATE + side);
+    if (FUSED && layer.format != PLAIN) fetch_input_scales(layer);
     fetch_scales(layer.output_scales, tile_column);
     fetch_scales(layer_of(layers, tile.expert, DOWN).input_scales, tile_column);
     multiply<FUSED>(layer, tile_column, tile_column + columns, tile_rows, shared);
