@@ -28,13 +28,14 @@ DOWN, MIX = "ops/gated_residual/down.cu", "ops/gated_residual/mix.cu"
 THREADS = 256
 ADD_THREADS = 128
 FETCH_BLOCKS = 16  # that ask for a site's weights
-ROW_TILE, MOST_OWN_ROWS = 8, 4  # rows of a product's operand; up to how many rows each block activates them itself
+ROW_TILE, MOST_OWN_ROWS = 8, 8  # rows of a product's operand; up to how many rows each block activates them itself
 DOWN_ROWS, DOWN_TILES = 64, 21  # of a block of down.cu
 DOWN_SHARED = (3 * DOWN_TILES * 4 + 2 * ROW_TILE * 4) * WARP * 16  # bytes
 MIX_COLUMNS, MIX_ROW_TILES = 4, 8  # tiles of a unit of mix.cu
 MOST_STEPS = 24  # of 16 inputs of `up`, whose weights a lane holds
 MOST_STREAMS = 8
 EMULATED_SHARED = 256 << 10
+MOST_OWN_TERMS = 32  # of an output of all these rows, that each block of mix_few adds itself
 
 
 @dataclass(frozen=True)
@@ -210,7 +211,8 @@ def _read_few_rows(
     rows, count, hidden = streams.shape
     normed = norm_streams(streams, site, written)
     sums = linear_layer.plain_sums(normed.view(rows, count * hidden), _half_layer(site.down))
-    low = None if rows <= MOST_OWN_ROWS else finish_down(sums, site, injection)
+    own = rows <= MOST_OWN_ROWS and rows * len(sums) <= MOST_OWN_TERMS
+    low = None if own else finish_down(sums, site, injection)
     mix = kernels.load(MIX, "mix_few", **site.defines)
     arrays = Constant(_fragments(site.up)), sums, low, normed, mixed, injection if low is None else None
     mix(hidden // TILE, WARP * count, *arrays, len(sums), rows, sums.shape[2], site.inject_at, early=True)
