@@ -323,6 +323,10 @@ extern "C" __global__ void __launch_bounds__(FEW_WARPS* WARP) few_rows(
         return;
     }
 
+    if (threadIdx.x == 0) {
+        fetch_line(rate + head);
+        fetch_line(dt_bias + head);
+    }
     float state[4][TERMS];
 #pragma unroll
     for (int t = 0; t < TERMS; t++) {
