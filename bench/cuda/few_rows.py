@@ -1,4 +1,4 @@
-"""Kernels of few rows on this GPU, in a graph one after the other: `python bench/cuda/few_rows.py [--layers 16]`.
+"""Kernels of few rows on this GPU, one after the other in a graph: `python bench/cuda/few_rows.py [--layers 16]`.
 
 Microseconds a call of chains of 48 calls at real widths, each with the next layer's weights: kernels that begin when
 the one before has ended, beside kernels that begin early and read their weights meanwhile; and a whole forward of few
@@ -15,6 +15,7 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
+from timing import COPY_RATE, event_times, milliseconds
 
 from isobit.checkpoint.synth_memory import SyntheticCheckpoint
 from isobit.cuda import kernels, memory
@@ -32,10 +33,9 @@ from isobit.ops.linear import cuda as linear
 from isobit.ops.linear.cuda_layers import HalfLayer
 
 CALLS, REPLAYS = 48, 9
-COPY_RATE = 4.3e12
 CONTEXT, PROMPT, STEPS = 2048, 256, 24
 Outputs = Sequence[torch.Tensor]
-Action = Callable[[], Outputs]
+Call = Callable[[], Outputs]
 
 
 @dataclass
@@ -43,7 +43,7 @@ class Chain:
     """Calls in turn; `moving`: what they change in place; `nbytes`: weights or state that one call reads."""
 
     what: str
-    actions: Sequence[Action]
+    actions: Sequence[Call]
     nbytes: float
     moving: Sequence[torch.Tensor] = ()
 
@@ -64,23 +64,10 @@ def replayed(chain: Chain, early: bool) -> tuple[float, list[torch.Tensor]]:
     graph.replay()
     torch.cuda.synchronize()
     found = [output.clone() for output in (*outputs, *chain.moving)]
-    taken = median_ms(graph.replay) * 1e3 / CALLS
+    taken = milliseconds(graph.replay, REPLAYS) * 1e3 / CALLS
     for tensor, value in zip(chain.moving, begun, strict=True):
         tensor.copy_(value)
     return taken, found
-
-
-def median_ms(action: Callable[[], object]) -> float:
-    action()
-    times = []
-    for _ in range(REPLAYS):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        action()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end))
-    return statistics.median(times)
 
 
 def same_bytes(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> bool:
@@ -195,13 +182,8 @@ def forwards(model: FlashNext, rows: int, early: bool) -> tuple[float, list[torc
             model.forward(state, Plan((Segment(stream, tokens),)))
         for _ in range(STEPS):
             drawn = rng.integers(0, vocabulary, rows).tolist()
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
             plan = Plan(tuple(Segment(stream, (token,)) for stream, token in zip(streams, drawn, strict=True)))
-            logits.append(model.forward(state, plan).clone())
-            end.record()
-            end.synchronize()
-            times.append(begin.elapsed_time(end))
+            times.append(event_times(lambda plan=plan: logits.append(model.forward(state, plan).clone())))
     return statistics.median(times[3:]), logits
 
 
@@ -209,6 +191,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4])
+    parser.add_argument("--quick", action="store_true", help="the first count of rows only")
     arguments = parser.parse_args()
     model = load_model(SyntheticCheckpoint("full", layers=arguments.layers), load_ops("cuda"), CONTEXT)
     torch.manual_seed(0)
@@ -220,7 +203,7 @@ def main() -> int:
         verdict = "" if same else "   DIFFERENT BYTES"
         print(f"{what:56} late {late:8.2f}   early {early:8.2f}   {floor}{verdict}", flush=True)
 
-    for rows in arguments.rows:
+    for rows in arguments.rows[: 1 if arguments.quick else None]:
         print(f"--- {rows} rows, microseconds a call ---")
         for chain in chains(model, rows):
             try:
