@@ -84,10 +84,10 @@ def by_kernel(action: Action) -> dict[str, float]:
     marks: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
     launch = kernels.Kernel.__call__
 
-    def marked(kernel, grid, block, *arguments, shared=0):
+    def marked(kernel, grid, block, *arguments, shared=0, early=False):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()
-        launch(kernel, grid, block, *arguments, shared=shared)
+        launch(kernel, grid, block, *arguments, shared=shared, early=early)
         end.record()
         marks.append((kernel.name, begin, end))
 

@@ -97,6 +97,31 @@ def test_wrong_uses_are_errors(kernel, message):
         kernels.load(PROBE, kernel)(1, 64, memory.empty((64,)))
 
 
+def early_sum(kernel: str, blocks: int = 1) -> np.ndarray:
+    constant, x, y = memory.to_device(np.ones(32, np.float32)), memory.zeros((32,)), memory.zeros((32,))
+    kernels.load(PROBE, kernel)(blocks, 32, kernels.Constant(constant), x, y, early=True)
+    return memory.to_host(y)
+
+
+def test_an_early_kernel_reads_constants_before_it_awaits_its_inputs():
+    same_bits(early_sum("awaits", blocks=2), np.ones(32, np.float32))
+
+
+@pytest.mark.parametrize("kernel", ["reads_too_soon", "writes_too_soon"])
+def test_what_an_early_kernel_does_too_soon_changes_what_it_gives(kernel):
+    if not memory.is_emulated():
+        pytest.skip("a GPU does it or not, as time has it")
+    assert not np.array_equal(early_sum(kernel), np.ones(32, np.float32))
+
+
+def test_an_early_kernel_awaits_its_inputs_in_every_block():
+    if not memory.is_emulated():
+        pytest.skip("a GPU does not see wrong uses")
+    early_sum("never_awaits")
+    with pytest.raises(KernelError, match="before it awaited its inputs"):
+        early_sum("never_awaits", blocks=2)
+
+
 def test_a_source_that_does_not_compile_names_its_first_error(tmp_path, monkeypatch):
     monkeypatch.setenv("ISOBIT_CUDA_CACHE", str(tmp_path))
     (tmp_path / "bad.cu").write_text('#include "device.cuh"\nextern "C" __global__ void bad() { no_such_thing(); }\n')

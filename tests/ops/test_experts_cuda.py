@@ -129,9 +129,9 @@ def test_launches_of_few_rows_depend_on_their_number_alone(monkeypatch):
     handle, launches = prepare(host), []
     launch = kernels.Kernel.__call__
 
-    def noted(kernel, grid, block, *arguments, shared=0):
+    def noted(kernel, grid, block, *arguments, shared=0, early=False):
         launches[-1].append((kernel, grid, block, shared))
-        launch(kernel, grid, block, *arguments, shared=shared)
+        launch(kernel, grid, block, *arguments, shared=shared, early=early)
 
     monkeypatch.setattr(kernels.Kernel, "__call__", noted)
     for seed in range(3):

@@ -265,7 +265,7 @@ def test_a_batch_without_rows_gives_no_rows(both):
 def test_launches_of_few_rows_do_not_depend_on_positions(both, monkeypatch):
     launches = []
 
-    def record(kernel, grid, block, *arguments, shared=0):
+    def record(kernel, grid, block, *arguments, shared=0, early=False):
         launches.append((repr(kernel), grid, block, shared, len(arguments)))
 
     monkeypatch.setattr(kernels.Kernel, "__call__", record)

@@ -98,6 +98,27 @@ DEVICE uint4 load_streaming(const uint4* pointer) {
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(pointer));
     return v;
 }
+// The same of constants that an early kernel asks for before it awaits its inputs: the other may be moved behind that.
+DEVICE uint4 load_ahead(const uint4* pointer) {
+    uint4 v;
+    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(pointer) : "memory");
+    return v;
+}
+
+// Of a kernel that is launched early: wait until the kernels before it have ended, then let the next one begin. Until
+// then it reads nothing but what kernels.py calls constant or settled, and writes nothing; every block calls it. An early
+// kernel's inputs are not const __restrict__: the compiler could move their loads ahead.
+DEVICE void await_inputs() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+// Ask for what is read much later.
+DEVICE void fetch_line(const void* address) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(address) : "memory");
+}
 #endif
 
 constexpr int WARP = 32;

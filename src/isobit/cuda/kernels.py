@@ -2,11 +2,16 @@
 
 `load("ops/linear/few_rows.cu", "few_rows", BITS=3)(grid, block, x, rows)`: tensors are passed as pointers, None as the
 null pointer, int as int32, float as float32, `Long` and `Double` as 64 bits.
+
+In a graph a kernel that is launched `early` may begin before the kernel before it has ended (programmatic dependent
+launch), but not before that one's inputs are there. Until its own `await_inputs()` it reads nothing but what came as
+`Constant` or `Settled`, and it writes nothing.
 """
 
 import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol
 
@@ -17,6 +22,9 @@ from isobit.cuda.errors import DeviceMemoryError, KernelError
 Size = int | tuple[int, ...]
 UNASKED_SHARED_BYTES = 48 << 10
 OUT_OF_MEMORY = "CUDA_ERROR_OUT_OF_MEMORY"
+EARLY_IN_GRAPHS = False  # whether kernels begin early there; bench/cuda compares
+EARLY_FROM = (9, 0)  # compute capability
+ALL_SHARED_PERCENT = 100
 
 
 class Long:
@@ -33,10 +41,21 @@ class Double:
         self.value = value
 
 
+class Constant:
+    """A tensor, or None, that no kernel writes once a model is loaded: what an early kernel may read at once."""
+
+    def __init__(self, tensor: Any):
+        self.tensor = tensor
+
+
+class Settled(Constant):
+    """A tensor that neither the kernel before nor those beside it write: what an early kernel may read at once."""
+
+
 class Launcher(Protocol):
     """A compiled kernel of the GPU or of the emulator."""
 
-    def __call__(self, grid: Size, block: Size, *arguments: Any, shared: int = 0) -> None: ...
+    def __call__(self, grid: Size, block: Size, *arguments: Any, shared: int = 0, early: bool = False) -> None: ...
 
 
 class Kernel:
@@ -46,9 +65,12 @@ class Kernel:
         self.source, self.name, self.defines = source, name, defines
         self._launchers: dict[str, Launcher] = {}
 
-    def __call__(self, grid: Size, block: Size, *arguments: Any, shared: int = 0) -> None:
-        """Launch `grid` blocks of `block` threads with `shared` bytes of dynamic shared memory."""
-        self.launcher()(grid, block, *arguments, shared=shared)
+    def __call__(self, grid: Size, block: Size, *arguments: Any, shared: int = 0, early: bool = False) -> None:
+        """Launch `grid` blocks of `block` threads with `shared` bytes of dynamic shared memory.
+
+        early: the kernel awaits its inputs itself, in every block.
+        """
+        self.launcher()(grid, block, *arguments, shared=shared, early=early)
 
     def launcher(self) -> Launcher:
         """Compile the kernel if this device has not yet; raises DeviceError."""
@@ -74,7 +96,8 @@ def load(source: str, name: str, **defines: int) -> Kernel:
 def packed(arguments: tuple[Any, ...]) -> tuple[ctypes.Array, list[Any]]:
     """(void*[n] of addresses, the values they point to)."""
     values: list[Any] = []
-    for argument in arguments:
+    for given in arguments:
+        argument = given.tensor if isinstance(given, Constant) else given
         if argument is None:
             values.append(ctypes.c_void_p(0))
         elif isinstance(argument, bool | int):
@@ -128,7 +151,7 @@ def _launcher(kernel: Kernel, kind: str) -> Launcher:
     return _run_nothing
 
 
-def _run_nothing(grid: Size, block: Size, *arguments: Any, shared: int = 0) -> None:
+def _run_nothing(grid: Size, block: Size, *arguments: Any, shared: int = 0, early: bool = False) -> None:
     pass
 
 
@@ -138,43 +161,79 @@ class _GpuKernel:
         from cuda.bindings import driver
 
         torch.cuda.init()
-        self._name = repr(kernel)
+        self._name, self._entry = repr(kernel), kernel.name.encode()
         self._driver = driver
-        self._module = self._loaded(kernel)
-        self._function = self._checked(driver.cuModuleGetFunction(self._module, kernel.name.encode()))
-        attributes = driver.CUfunction_attribute
-        own = self._checked(driver.cuFuncGetAttribute(attributes.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, self._function))
-        # A block's own arrays and the dynamic one have so much together unless more is asked for.
-        self._shared = UNASKED_SHARED_BYTES - int(own)
         self._stream = torch.cuda.current_stream
+        self._is_capturing = torch.cuda.is_current_stream_capturing
+        self._can_be_early = memory.architecture() >= EARLY_FROM
+        self._kernel = kernel
+        self._late = self._loaded()
+        self._early: _Function | None = None
 
-    def __call__(self, grid: Size, block: Size, *arguments: Any, shared: int = 0) -> None:
-        if shared > self._shared:
+    def __call__(self, grid: Size, block: Size, *arguments: Any, shared: int = 0, early: bool = False) -> None:
+        function = self._late
+        if early and self._can_be_early:
+            # Loaded at the first launch, which is no graph's.
+            self._early = self._early or self._loaded_for_early_launches()
+            # Outside of graphs the weights may have been written by the kernel before.
+            if EARLY_IN_GRAPHS and self._is_capturing():
+                function = self._early
+        if shared > function.shared:
             attribute = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            self._checked(self._driver.cuFuncSetAttribute(self._function, attribute, shared))
-            self._shared = shared
+            self._checked(self._driver.cuFuncSetAttribute(function.handle, attribute, shared))
+            function.shared = shared
         addresses, _values = packed(arguments)
+        launch = self._launch_early if function is self._early else self._launch_late
         stream = self._stream().cuda_stream
-        self._checked(
-            self._driver.cuLaunchKernel(
-                self._function, *three(grid), *three(block), shared, stream, ctypes.addressof(addresses), 0
-            )
-        )
+        launch(function, three(grid), three(block), shared, stream, ctypes.addressof(addresses))
 
-    def _loaded(self, kernel: Kernel) -> Any:
-        """The module of a kernel; one that the driver refuses is compiled once more, since the kept one may be bad."""
+    def _launch_late(
+        self, function: "_Function", grid: tuple, block: tuple, shared: int, stream: int, addresses: int
+    ) -> None:
+        self._checked(self._driver.cuLaunchKernel(function.handle, *grid, *block, shared, stream, addresses, 0))
+
+    def _launch_early(
+        self, function: "_Function", grid: tuple, block: tuple, shared: int, stream: int, addresses: int
+    ) -> None:
+        driver = self._driver
+        attribute, config = driver.CUlaunchAttribute(), driver.CUlaunchConfig()
+        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value.programmaticStreamSerializationAllowed = 1
+        config.gridDimX, config.gridDimY, config.gridDimZ = grid
+        config.blockDimX, config.blockDimY, config.blockDimZ = block
+        config.sharedMemBytes, config.hStream = shared, stream
+        config.attrs, config.numAttrs = [attribute], 1
+        self._checked(driver.cuLaunchKernelEx(config, function.handle, addresses, 0))
+
+    def _loaded(self) -> "_Function":
+        module = self._module()
+        handle = self._checked(self._driver.cuModuleGetFunction(module, self._entry))
+        attributes = self._driver.CUfunction_attribute
+        own = self._checked(self._driver.cuFuncGetAttribute(attributes.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, handle))
+        # A block's own arrays and the dynamic one have so much together unless more is asked for.
+        return _Function(module, handle, UNASKED_SHARED_BYTES - int(own))
+
+    def _loaded_for_early_launches(self) -> "_Function":
+        function = self._loaded()
+        # Kernels that divide a multiprocessor's memory in different ways are not on it at the same time.
+        attribute = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+        self._checked(self._driver.cuFuncSetAttribute(function.handle, attribute, ALL_SHARED_PERCENT))
+        return function
+
+    def _module(self) -> Any:
+        """The kernel's module; one that the driver refuses is compiled once more, since the kept one may be bad."""
+        source, defines = self._kernel.source, self._kernel.defines
         architecture = compiler.architecture_name(memory.architecture())
-        code = compiler.binary(kernel.source, kernel.defines, architecture)
-        result, *module = self._driver.cuModuleLoadData(code)
+        result, *module = self._driver.cuModuleLoadData(compiler.binary(source, defines, architecture))
         if int(result) and result.name != OUT_OF_MEMORY:
-            code = compiler.binary(kernel.source, kernel.defines, architecture, anew=True)
+            code = compiler.binary(source, defines, architecture, anew=True)
             result, *module = self._driver.cuModuleLoadData(code)
         return self._checked((result, *module))
 
     def registers(self) -> int:
         """32-bit registers of one thread."""
         attribute = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NUM_REGS
-        return int(self._checked(self._driver.cuFuncGetAttribute(attribute, self._function)))
+        return int(self._checked(self._driver.cuFuncGetAttribute(attribute, self._late.handle)))
 
     def _checked(self, result: tuple) -> Any:
         code, *values = result
@@ -185,3 +244,12 @@ class _GpuKernel:
                 f"kernel {self._name}: the CUDA driver says {code.name}: update the driver, or use --device cpu"
             )
         return values[0] if values else None
+
+
+@dataclass
+class _Function:
+    """A kernel as the driver has it; `shared`: the most dynamic shared memory that it may have, in bytes."""
+
+    module: Any
+    handle: Any
+    shared: int

@@ -46,6 +46,29 @@ extern "C" __global__ void product(const uint4* a, const uint4* b, float* c) {
     c[(group + 8) * 8 + 2 * pair + 1] = sums[3];
 }
 
+// y [32] = constant [32] + x [32]; the constant is read before the inputs are awaited.
+extern "C" __global__ void awaits(const float* constant, const float* x, float* y) {
+    const float held = constant[threadIdx.x];
+    await_inputs();
+    y[threadIdx.x] = held + x[threadIdx.x];
+}
+
+extern "C" __global__ void reads_too_soon(const float* constant, const float* x, float* y) {
+    const float held = x[threadIdx.x];
+    await_inputs();
+    y[threadIdx.x] = held + constant[threadIdx.x];
+}
+
+extern "C" __global__ void writes_too_soon(const float* constant, const float* x, float* y) {
+    y[threadIdx.x] = constant[threadIdx.x];
+    await_inputs();
+}
+
+extern "C" __global__ void never_awaits(const float* constant, const float* x, float* y) {
+    if (blockIdx.x == 0) await_inputs();
+    y[threadIdx.x] = constant[threadIdx.x];
+}
+
 extern "C" __global__ void early_exit(float* y) {
     if (threadIdx.x == 3) return;
     y[threadIdx.x] = lane_sum(1.0f);

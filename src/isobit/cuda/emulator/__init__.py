@@ -26,12 +26,32 @@ class EmulatedKernel:
         self._launch = getattr(library, f"launch_{name}")
         self._launch.restype = ctypes.c_char_p
 
-    def __call__(self, grid: kernels.Size, block: kernels.Size, *arguments: Any, shared: int = 0) -> None:
+    def __call__(
+        self, grid: kernels.Size, block: kernels.Size, *arguments: Any, shared: int = 0, early: bool = False
+    ) -> None:
         addresses, _values = kernels.packed(arguments)
         shape = (ctypes.c_uint32 * 6)(*kernels.three(grid), *kernels.three(block))
-        problem = self._launch(shape, ctypes.c_size_t(shared), addresses)
+        awaited = _regions(arguments) if early else []
+        regions = (_Region * len(awaited))(*awaited)
+        problem = self._launch(shape, ctypes.c_size_t(shared), addresses, regions, ctypes.c_size_t(len(awaited)))
         if problem:
             raise KernelError(f"kernel {self._name}: {problem.decode()}")
+
+
+class _Region(ctypes.Structure):
+    _fields_ = (("at", ctypes.c_void_p), ("bytes", ctypes.c_size_t))
+
+
+def _regions(arguments: tuple[Any, ...]) -> list[_Region]:
+    """The arrays that an early kernel must await."""
+    tensors = [argument for argument in arguments if hasattr(argument, "data_ptr")]
+    return [_Region(tensor.data_ptr(), _extent(tensor)) for tensor in tensors if tensor.numel()]
+
+
+def _extent(tensor: Any) -> int:
+    """Bytes from a tensor's first element to its last one's end."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()
 
 
 @cache

@@ -27,6 +27,25 @@ unsigned char* stacks;
 void (*kernel_body)(void*);
 void* kernel_context;
 
+std::vector<Region> awaited_regions;
+std::vector<std::vector<unsigned char>> awaited_contents;
+bool waits;  // whether a thread of the block has yet to await the inputs
+
+void hide_inputs() {
+    waits = !awaited_regions.empty();
+    for (size_t i = 0; i < awaited_regions.size(); i++) {
+        const Region& region = awaited_regions[i];
+        awaited_contents[i].assign(region.at, region.at + region.bytes);
+    }
+    for (const Region& region : awaited_regions) std::memset(region.at, 0xff, region.bytes);
+}
+
+void show_inputs() {
+    for (size_t i = 0; i < awaited_regions.size(); i++)
+        std::memcpy(awaited_regions[i].at, awaited_contents[i].data(), awaited_regions[i].bytes);
+    waits = false;
+}
+
 #ifdef __x86_64__
 void* scheduler;
 
@@ -156,6 +175,15 @@ void pause(State state) {
     leave();
 }
 
+void set_awaited(const Region* regions, size_t count) {
+    awaited_regions.assign(regions, regions + count);
+    awaited_contents.resize(count);
+}
+
+void await_inputs() {
+    if (waits) show_inputs();
+}
+
 void run(const dim3& grid_size, const dim3& size, size_t shared_bytes, void (*body)(void*), void* context) {
     problem = nullptr;
     grid = grid_size;
@@ -179,7 +207,12 @@ void run(const dim3& grid_size, const dim3& size, size_t shared_bytes, void (*bo
         for (block_index.y = 0; block_index.y < grid.y; block_index.y++)
             for (block_index.x = 0; block_index.x < grid.x; block_index.x++) {
                 std::memset(dynamic_shared, 0xff, shared_bytes);
+                hide_inputs();
                 run_block(threads);
+                if (waits) {
+                    show_inputs();
+                    if (!problem) problem = "a block of an early kernel ended before it awaited its inputs";
+                }
                 if (problem) return;
             }
 }

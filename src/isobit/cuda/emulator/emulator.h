@@ -1,7 +1,8 @@
 // Runs kernels of the dialect without a GPU: blocks one after another, each thread of a block a fiber.
 //
 // A wrong use that a GPU would not report ends the launch with an error: a lane that left before a warp collective, a
-// barrier that only some threads reach. Dynamic shared memory is poisoned before every block.
+// barrier that only some threads reach, a block of an early kernel that awaits no inputs. Dynamic shared memory is
+// poisoned before every block, and so are an early kernel's arrays but constants until a thread awaits them.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -56,6 +57,11 @@ struct Fiber {
 
 struct Exchange { alignas(16) unsigned char bytes[2][32][64]; };
 
+struct Region {
+    unsigned char* at;
+    size_t bytes;
+};
+
 extern dim3 grid, block_size, block_index;
 extern Fiber* fibers;
 extern Fiber* current;
@@ -64,7 +70,10 @@ extern unsigned char* dynamic_shared;
 extern const char* problem;
 
 void pause(State state);
+void await_inputs();
 void run(const dim3& grid, const dim3& block, size_t shared_bytes, void (*body)(void*), void* context);
+// Arrays that the next launches await, if there are any.
+void set_awaited(const Region* regions, size_t count);
 
 inline unsigned rank() { return static_cast<unsigned>(current - fibers); }
 
@@ -100,7 +109,9 @@ const char* launch(void (*kernel)(Parameters...), const unsigned* shape, size_t 
 }  // namespace emulator
 
 #define EMULATED_KERNEL(name)                                                                        \
-    extern "C" const char* launch_##name(const unsigned* shape, size_t shared_bytes, void** arguments) { \
+    extern "C" const char* launch_##name(const unsigned* shape, size_t shared_bytes, void** arguments, \
+                                         const emulator::Region* awaited, size_t awaited_count) {    \
+        emulator::set_awaited(awaited, awaited_count);                                               \
         return emulator::launch(name, shape, shared_bytes, arguments);                               \
     }
 
@@ -113,6 +124,8 @@ const char* launch(void (*kernel)(Parameters...), const unsigned* shape, size_t 
 static inline void __syncthreads() { emulator::pause(emulator::AT_BLOCK); }
 static inline void __syncwarp() { emulator::pause(emulator::AT_WARP); }
 static inline void __threadfence() {}
+DEVICE void await_inputs() { emulator::await_inputs(); }
+DEVICE void fetch_line(const void*) {}
 
 DEVICE float fma32(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 DEVICE double fma64(double a, double b, double c) { return __builtin_fma(a, b, c); }
@@ -239,3 +252,4 @@ static inline uint4 load_streaming(const uint4* pointer) {
     if (reinterpret_cast<uintptr_t>(pointer) % 16) emulator::problem = "a load is not aligned to 16 bytes";
     return *pointer;
 }
+DEVICE uint4 load_ahead(const uint4* pointer) { return load_streaming(pointer); }

@@ -64,10 +64,12 @@ DEVICE void convolve_rows(
     const float* __restrict__ x, const float* __restrict__ weight, float* state, float* journal, const int* places,
     const int* starts, const int* slots, const int* segment_of_row, int rows, int width, int chunk, Emit emit) {
     const int column = (blockIdx.x * blockDim.x + threadIdx.x) * COLUMNS;
-    if (column >= width) return;
     Values taps[TAPS];
 #pragma unroll
-    for (int tap = 0; tap < TAPS; tap++) taps[tap] = load_values(weight + static_cast<int64>(tap) * width + column);
+    for (int tap = 0; tap < TAPS; tap++)
+        if (column < width) taps[tap] = load_values(weight + static_cast<int64>(tap) * width + column);
+    await_inputs();
+    if (column >= width) return;
     const int last = smaller(static_cast<int>(blockIdx.y + 1) * chunk, rows);
     int row = blockIdx.y * chunk;
     while (row < last) {

@@ -167,7 +167,8 @@ def launch_convolution(
     arrays = placed(batch)
     grid = -(-width // (columns * threads)), -(-rows // chunk)
     segments = places, arrays.starts, arrays.slots, arrays.segment_of_row
-    kernel(grid, threads, x, weight, state, journal, *segments, rows, width, chunk, *outputs)
+    arguments = x, kernels.Constant(weight), state, journal, *segments, rows, width, chunk, *outputs
+    kernel(grid, threads, *arguments, early=name == "convolve")
 
 
 def delta_rule(
@@ -196,9 +197,11 @@ def few_rows(qkv, a, b, handle: Delta, states, batch: Batch, journal, out: torch
     """One launch: the gates and norms of a row are computed where they are used."""
     arrays = placed(batch)
     tiles = -(-handle.value_dim // FEW_COLUMNS)
-    moving = states, journal, journal_places(batch, journal), arrays.starts, arrays.slots
-    inputs = qkv, a, b, handle.rate, handle.dt_bias, query_scale(handle)
-    handle.kernel("few_rows")((handle.value_heads * tiles, batch.segments), FEW_THREADS, *inputs, *moving, out)
+    pool, starts, slots = (kernels.Settled(array) for array in (states, arrays.starts, arrays.slots))
+    moving = pool, journal, journal_places(batch, journal), starts, slots
+    constants = kernels.Constant(handle.rate), kernels.Constant(handle.dt_bias), query_scale(handle)
+    grid = handle.value_heads * tiles, batch.segments
+    handle.kernel("few_rows")(grid, FEW_THREADS, qkv, a, b, *constants, *moving, out, early=True)
 
 
 def many_rows(qkv, a, b, handle: Delta, states, batch: Batch, journal, out: torch.Tensor) -> None:
@@ -226,8 +229,8 @@ def gated_norm(x: torch.Tensor, z: torch.Tensor, handle: Delta) -> torch.Tensor:
     count = x.numel() // width
     if count:
         kernel = kernels.load("ops/delta_rule/gated_norm.cu", "gated_norm", WIDTH=width, SILU=int(handle.gate_is_silu))
-        constants = handle.norm_weight, handle.eps, count
-        kernel(-(-count // NORM_WARPS), NORM_WARPS * WARP, x, z, *constants, out)
+        constants = kernels.Constant(handle.norm_weight), handle.eps, count
+        kernel(-(-count // NORM_WARPS), NORM_WARPS * WARP, x, z, *constants, out, early=True)
     return out
 
 

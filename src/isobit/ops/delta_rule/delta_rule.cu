@@ -304,11 +304,11 @@ constexpr int FEW_COLUMNS = FEW_WARPS * WARP_COLUMNS;
 constexpr int FEW_TILES = (VALUE_DIM + FEW_COLUMNS - 1) / FEW_COLUMNS;
 constexpr int FEW_STAGE = 8;
 
-// many_rows without prepare_rows, for a few rows a segment. Grid: (VALUE_HEADS * FEW_TILES, segments).
+// many_rows without prepare_rows, for a few rows a segment; states, starts and slots are settled. Grid: (VALUE_HEADS *
+// FEW_TILES, segments).
 extern "C" __global__ void __launch_bounds__(FEW_WARPS* WARP) few_rows(
-    const float* __restrict__ qkv, const float* __restrict__ a, const float* __restrict__ b,
-    const float* __restrict__ rate, const float* __restrict__ dt_bias, float scale, float* states, float* journal,
-    const int* places, const int* starts, const int* slots, float* __restrict__ out) {
+    const float* qkv, const float* a, const float* b, const float* rate, const float* dt_bias, float scale,
+    float* states, float* journal, const int* places, const int* starts, const int* slots, float* out) {
     __shared__ float4 keys_queries[FEW_STAGE][2 * PADDED / 4], values[FEW_STAGE][FEW_COLUMNS / 4];
     __shared__ float gates[FEW_STAGE][3];  // decay, beta, the product of key and query
     __shared__ int journal_rows[FEW_STAGE];
@@ -318,8 +318,15 @@ extern "C" __global__ void __launch_bounds__(FEW_WARPS* WARP) few_rows(
     const int tile_place = warp * WARP_COLUMNS + lane / PIECES * 4;
     const int column = tile_column + tile_place;
     const int start = starts[blockIdx.y], end = starts[blockIdx.y + 1], slot = slots[blockIdx.y];
-    if (start == end) return;
+    if (start == end) {
+        await_inputs();
+        return;
+    }
 
+    if (threadIdx.x == 0) {
+        fetch_line(rate + head);
+        fetch_line(dt_bias + head);
+    }
     float state[4][TERMS];
 #pragma unroll
     for (int t = 0; t < TERMS; t++) {
@@ -329,6 +336,7 @@ extern "C" __global__ void __launch_bounds__(FEW_WARPS* WARP) few_rows(
             quad = *reinterpret_cast<const float4*>(states + state_at(slot, head) + k * VALUE_DIM + column);
         state[0][t] = quad.x, state[1][t] = quad.y, state[2][t] = quad.z, state[3][t] = quad.w;
     }
+    await_inputs();
     auto keep_state = [&](float* pool, int place) {
 #pragma unroll
         for (int t = 0; t < TERMS; t++) {

@@ -5,10 +5,13 @@ constexpr int VALUES = (WIDTH + WARP - 1) / WARP;
 
 // x, z, out [count, WIDTH]: a warp takes one head of one row.
 extern "C" __global__ void gated_norm(
-    const float* __restrict__ x, const float* __restrict__ z, const float* __restrict__ weight, float eps, int count,
-    float* __restrict__ out) {
+    const float* x, const float* z, const float* weight, float eps, int count, float* out) {
     const int lane = threadIdx.x % WARP;
     const int head = blockIdx.x * (blockDim.x / WARP) + threadIdx.x / WARP;
+    float weights[VALUES];
+#pragma unroll
+    for (int i = 0; i < VALUES; i++) weights[i] = i * WARP + lane < WIDTH ? weight[i * WARP + lane] : 0.0f;
+    await_inputs();
     if (head >= count) return;
     const int64 at = static_cast<int64>(head) * WIDTH;
     float values[VALUES], gates[VALUES], total = 0.0f;
@@ -27,6 +30,6 @@ extern "C" __global__ void gated_norm(
         const int column = i * WARP + lane;
         if (column >= WIDTH) continue;
         const float gate = SILU ? silu32(gates[i]) : sigmoid32(gates[i]);
-        out[at + column] = (weight[column] * (values[i] * inverse)) * gate;
+        out[at + column] = (weights[i] * (values[i] * inverse)) * gate;
     }
 }

@@ -8,6 +8,7 @@ import torch
 
 from isobit.checkpoint.weights import Linear, PlainLinear
 from isobit.cuda import kernels, memory
+from isobit.cuda.kernels import Constant, Settled
 from isobit.ops.experts.cuda_layers import BLOCK, TILE, PlacedLayers, place_layers, stored_sizes, whole_blocks
 from isobit.ops.experts.stored import checked_experts
 
@@ -103,7 +104,7 @@ def route(
     if rows:
         warps = 1 if _few(rows, how) else ROUTE_WARPS
         kernel = kernels.load(ROUTE, "route", COUNT=count, CHOSEN=chosen, RENORMALISE=int(renormalise))
-        kernel(-(-rows // warps), 32 * warps, logits, ids, weights, rows)
+        kernel(-(-rows // warps), 32 * warps, logits, ids, weights, rows, early=True)
     return ids, weights
 
 
@@ -143,7 +144,7 @@ def _few_rows(
 ) -> None:
     rows, chosen = ids.shape
     pairs, tiles = rows * (chosen + 1), rows * chosen + -(-rows // TILE_ROWS)
-    width, inner_width, table = handle.width, handle.inner_width, handle.layers.table
+    width, inner_width, table = handle.width, handle.inner_width, Constant(handle.layers.table)
     fused = rows <= MOST_FUSED_ROWS
     ready = tile_list = members = None
     if not fused:
@@ -151,7 +152,7 @@ def _few_rows(
         tile_list, members = memory.empty((tiles, 4), torch.int32), memory.empty((tiles, TILE_ROWS), torch.int32)
         kernels.load(FEW, "prepare_rows")(
             (-(-width // (4 * BLOCK)), pairs), 32, x, ids, table, ready, tile_list, members, rows, chosen,
-            handle.routed, handle.hidden, width,
+            handle.routed, handle.hidden, width, early=True,
         )  # fmt: skip
     logits, gate = _gate_logits(x, handle), handle.gate
     halves, floats = _hidden_values(handle, pairs)
@@ -160,14 +161,14 @@ def _few_rows(
     kernel(
         (2 * inner_width // TILE // columns, tiles if gate is None else tiles + 1), 32 * FEW_WARPS, table, tile_list,
         members, ids, rows, chosen, handle.routed, ready, width, x, handle.hidden, inner_sums, handle.inner_counters,
-        halves, floats, inner_width, columns, gate, 0 if gate is None else gate.numel(), handle.gate_bias, logits,
-        shared=shared + fused * rows * 2 * (width + ROW_PADDING),
+        halves, floats, inner_width, columns, Constant(gate), 0 if gate is None else gate.numel(),
+        Constant(handle.gate_bias), logits, shared=shared + fused * rows * 2 * (width + ROW_PADDING), early=True,
     )  # fmt: skip
     kernel, columns, shared = _few_products("multiply_down", handle, tiles, width, fused)
     kernel(
-        (-(-width // (TILE * columns)), tiles), 32 * FEW_WARPS, table, tile_list, members, halves, floats, inner_width,
-        sums, handle.row_counters, ids, weights, logits, rows, chosen, handle.routed, y, handle.hidden, width, columns,
-        shared=max(shared, 4 * BLOCK * (chosen + 1)),
+        (-(-width // (TILE * columns)), tiles), 32 * FEW_WARPS, table, Settled(tile_list), Settled(members), halves,
+        floats, inner_width, sums, handle.row_counters, Settled(ids), weights, logits, rows, chosen, handle.routed, y,
+        handle.hidden, width, columns, shared=max(shared, 4 * BLOCK * (chosen + 1)), early=True,
     )  # fmt: skip
 
 

@@ -200,6 +200,7 @@ DEVICE void multiply_columns(const Layer& layer, int first_column, int last_colu
     TileStages<F> tiles(layer, first, (last_column - first + WARP_COLUMNS - 1) / WARP_COLUMNS, 0,
                         shared + warp * STAGES * TileStages<F>::stage_pieces, lane);
     const LanePlace<F::twice> place(lane);
+    await_inputs();
     const uint4* row = lane_inputs<ROTATES>(layer, rows, shared, lane);
     for (int column = first; column < last_column; column += WARP_COLUMNS) {
         Chains<4> chains;
@@ -230,6 +231,7 @@ DEVICE void multiply_columns(const Layer& layer, int first_column, int last_colu
     TileStages<F> tiles(layer, column, column < last_column ? 1 : 0, turn,
                         shared + HANDED_PIECES + warp * STAGES * TileStages<F>::stage_pieces, lane);
     const LanePlace<F::twice> place(lane);
+    await_inputs();
     const uint4* row = lane_inputs<ROTATES>(layer, rows, shared, lane);
     if (column >= last_column) return;
     const int own_turn = warp + 1, awaited = turn == 0 ? warp + TURNS : warp;
@@ -277,6 +279,7 @@ template <bool ROTATES>
 DEVICE void multiply(const Layer& layer, int first_column, int last_column, const Rows& rows, uint4* shared) {
 #if PLAIN_LAYERS
     if (layer.format == PLAIN) {
+        await_inputs();
         multiply_plain(layer, first_column, last_column, rows.values_width, rows);
         return;
     }
@@ -307,10 +310,22 @@ DEVICE RowTile own_tile(const RowTile* tiles, const int* members, const int* ids
 
 // Ask early for what the last block of 128 outputs will read.
 DEVICE void fetch_scales(const half_bits* scales, int tile_column) {
-#ifndef EMULATED
-    if (scales && threadIdx.x == 0)
-        asm volatile("prefetch.global.L2 [%0];" ::"l"(scales + tile_column * TILE) : "memory");
-#endif
+    if (scales && threadIdx.x == 0) fetch_line(scales + tile_column * TILE);
+}
+
+// Ask early for the scales of all inputs, which are read in turn.
+DEVICE void fetch_input_scales(const Layer& layer) {
+    constexpr int LINE = 64;  // halves
+    for (int at = threadIdx.x * LINE; at < layer.inputs; at += THREADS * LINE) fetch_line(layer.input_scales + at);
+}
+
+// Ask early for the layers' table and the gate's weights, which are no longer in the cache.
+DEVICE void fetch_constants(const Layer* layers, int experts, const float* gate_weights, int gate_inputs) {
+    constexpr int LINE = 128;
+    const int block = blockIdx.y * gridDim.x + blockIdx.x, at = block * LINE, gate_at = threadIdx.x * LINE / 4;
+    const int bytes = (experts + 1) * PROJECTIONS * static_cast<int>(sizeof(Layer));
+    if (threadIdx.x == 0 && at < bytes) fetch_line(reinterpret_cast<const unsigned char*>(layers) + at);
+    if (gate_weights && block == 0 && gate_at < gate_inputs) fetch_line(gate_weights + gate_at);
 }
 
 // How often thread blocks of `columns` columns arrive at a block of 128 outputs.
@@ -327,6 +342,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_A_PROCESSOR) multip
     float* floats, int inner_width, int columns, const float* gate_weights, int gate_inputs, const float* gate_bias,
     float* gate_logits) {
     DYNAMIC_SHARED(uint4, shared);
+    fetch_constants(layers, experts, gate_weights, gate_inputs);
+    await_inputs();
     if (gate_weights && blockIdx.y == 0) {
         for (int first = blockIdx.x * GATE_ROWS; first < rows; first += gridDim.x * GATE_ROWS)
             shared_gate_logits(x, hidden, rows, first, gate_weights, gate_inputs, gate_bias, gate_logits,
@@ -344,6 +361,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_A_PROCESSOR) multip
     const Rows tile_rows = {list, tile.count, ready + side_pairs * width, width, sums + side * inner_width,
                             2 * inner_width, x, hidden, chosen + 1};
     const Layer layer = layer_of(layers, tile.expert, GATE + side);
+    if (FUSED && layer.format != PLAIN) fetch_input_scales(layer);
     fetch_scales(layer.output_scales, tile_column);
     fetch_scales(layer_of(layers, tile.expert, DOWN).input_scales, tile_column);
     multiply<FUSED>(layer, tile_column, tile_column + columns, tile_rows, shared);
@@ -384,7 +402,7 @@ DEVICE void add_pairs(const Layer* layers, const float* sums, const int* ids, co
 
 // Inputs of down -> y [rows, hidden]. grid (ceil(width / 16 / columns), tiles), 128 threads.
 //
-// columns: 4 / TURNS, or 8, 16 or 32 without turns.
+// tiles, members and ids are settled. columns: 4 / TURNS, or 8, 16 or 32 without turns.
 // sums [pairs, width] is scratch; counters [64, width / 128] are zeros, and are again. (chosen + 1) * 128 floats of
 // shared memory, or what the products need.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_A_PROCESSOR) multiply_down(
@@ -395,13 +413,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_A_PROCESSOR) multip
     __shared__ int complete[TILE_ROWS * MOST_BLOCKS];
     const int* list;
     const RowTile tile = own_tile(tiles, members, ids, rows, chosen, experts, blockIdx.y, list);
-    if (tile.count == 0) return;
+    if (tile.count == 0) {
+        await_inputs();
+        return;
+    }
     const int tile_column = blockIdx.x * columns, first_block = tile_column / TILES;
     const Rows tile_rows = {list, tile.count, halves, inner_width, sums, width, floats, inner_width, 1};
     const Layer layer = layer_of(layers, tile.expert, DOWN);
     for (int i = 0; i < columns; i += TILES)
         fetch_scales(layer.output_scales, smaller(tile_column + i, width / TILE - 1));
     multiply<false>(layer, tile_column, tile_column + columns, tile_rows, shared);
+    await_inputs();
     __syncthreads();
     const int blocks = smaller((columns + TILES - 1) / TILES, width / BLOCK - first_block);
     if (threadIdx.x < blocks * tile.count) {

@@ -6,6 +6,7 @@
 extern "C" __global__ void __launch_bounds__(WARP) prepare_rows(
     const float* x, const int* ids, const Layer* layers, half_bits* ready, RowTile* tiles, int* members, int rows,
     int chosen, int experts, int hidden, int width) {
+    await_inputs();
     const int pair = blockIdx.y, lane = threadIdx.x, j = lane % OCTET, blocks = width / BLOCK;
     const int row = pair / (chosen + 1), choice = pair % (chosen + 1);
     if (blockIdx.x == 0 && pair < shared_tiles(rows) + rows * chosen)

@@ -135,6 +135,7 @@ DEVICE void write_choice(const Choice& choice, int lane, int* ids, float* weight
 
 // logits [rows, COUNT] -> ids, weights [rows, CHOSEN].
 extern "C" __global__ void route(const float* logits, int* ids, float* weights, int rows) {
+    await_inputs();
     __shared__ Choice choices[MOST_WARPS];
     __shared__ Candidates candidates[MOST_WARPS];
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;

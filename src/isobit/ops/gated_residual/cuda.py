@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from isobit.cuda import kernels, memory
+from isobit.cuda.kernels import Constant
 from isobit.ops.linear import cuda as linear_layer
 from isobit.ops.linear.cuda_layers import TILE, HalfLayer, LinearHandle
 from isobit.ops.norm.cuda import (
@@ -34,6 +35,7 @@ MIX_COLUMNS, MIX_ROW_TILES = 4, 8  # tiles of a unit of mix.cu
 MOST_STEPS = 24  # of 16 inputs of `up`, whose weights a lane holds
 MOST_STREAMS = 8
 EMULATED_SHARED = 256 << 10
+MOST_OWN_TERMS = 32  # of an output of all these rows, that each block of mix_few adds itself
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,7 @@ def expand_streams(x: torch.Tensor, streams: int) -> torch.Tensor:
     out = memory.empty((rows, streams, hidden))
     if out.numel():
         kernel = kernels.load(STREAMS, "expand_streams")
-        kernel((-(-hidden // THREADS), rows), THREADS, x, out, streams, hidden)
+        kernel((-(-hidden // THREADS), rows), THREADS, x, out, streams, hidden, early=True)
     return out
 
 
@@ -208,11 +210,12 @@ def _read_few_rows(
     """
     rows, count, hidden = streams.shape
     normed = norm_streams(streams, site, written)
-    sums = linear_layer.linear(normed.view(rows, count * hidden), site.down)
-    low = None if rows <= MOST_OWN_ROWS else finish_down(sums.view(1, *sums.shape), site, injection)
+    sums = linear_layer.plain_sums(normed.view(rows, count * hidden), _half_layer(site.down))
+    own = rows <= MOST_OWN_ROWS and rows * len(sums) <= MOST_OWN_TERMS
+    low = None if own else finish_down(sums, site, injection)
     mix = kernels.load(MIX, "mix_few", **site.defines)
-    arrays = _fragments(site.up), sums, low, normed, mixed, injection if low is None else None
-    mix(hidden // TILE, WARP * count, *arrays, rows, sums.shape[1], site.inject_at)
+    arrays = Constant(_fragments(site.up)), sums, low, normed, mixed, injection if low is None else None
+    mix(hidden // TILE, WARP * count, *arrays, len(sums), rows, sums.shape[2], site.inject_at, early=True)
 
 
 def norm_streams(
@@ -223,11 +226,11 @@ def norm_streams(
     normed = memory.empty(streams.shape)
     kernel = kernels.load(STREAMS, "norm_streams", HELD=0)
     injection, y = written or (None, None)
-    weights = [(_fragments(layer), kernels.Long(layer.nbytes)) for layer in (site.down, site.up)]
+    weights = [(Constant(_fragments(layer)), kernels.Long(layer.nbytes)) for layer in (site.down, site.up)]
     sizes = rows * count, count, hidden, site.eps
-    arrays = streams, injection, y, site.norm_weight, normed
+    arrays = streams, injection, y, Constant(site.norm_weight), normed
     grid = rows * count + FETCH_BLOCKS
-    kernel(grid, STAGED_THREADS, *arrays, *sizes, *weights[0], *weights[1], shared=site.norm_shared)
+    kernel(grid, STAGED_THREADS, *arrays, *sizes, *weights[0], *weights[1], shared=site.norm_shared, early=True)
     return normed
 
 
@@ -275,13 +278,17 @@ def finish_down(sums: torch.Tensor, site: GatedResidual, injection: torch.Tensor
     low = memory.empty((tiles, steps, WARP, 4), torch.float16)
     kernel = kernels.load(MIX, "finish_down", **site.defines)
     threads = rows * (4 * steps + site.streams)
-    kernel(-(-threads // THREADS), THREADS, sums, terms, rows, columns, site.inject_at, low, injection)
+    kernel(-(-threads // THREADS), THREADS, sums, terms, rows, columns, site.inject_at, low, injection, early=True)
     return low
 
 
-def _fragments(layer: LinearHandle) -> torch.Tensor:
+def _half_layer(layer: LinearHandle) -> HalfLayer:
     assert isinstance(layer, HalfLayer)
-    return layer.fragments
+    return layer
+
+
+def _fragments(layer: LinearHandle) -> torch.Tensor:
+    return _half_layer(layer).fragments
 
 
 def _read_layer_by_layer(

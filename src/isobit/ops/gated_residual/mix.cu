@@ -11,22 +11,46 @@ struct Sums {
     int terms, rows, width, inject;
 };
 
-// An output's terms added in float64 in order, rounded once.
-DEVICE float total_of(const Sums& sums, int row, int column) {
-    const int64 stride = static_cast<int64>(sums.rows) * sums.width;
-    const float* at = sums.values + static_cast<int64>(row) * sums.width + column;
-    if (sums.terms == 1) return *at;
-    double total = *at;
-    for (int term = 1; term < sums.terms; term++) total = total + static_cast<double>(at[term * stride]);
-    return static_cast<float>(total);
+constexpr int TERMS_AHEAD = 8;  // that are on their way at a time
+
+// COUNT outputs' terms added in float64 in order, rounded once; COUNT / WIDE places of WIDE neighbours, `apart` columns.
+template <typename Floats, int COUNT>
+DEVICE void totals_of(const Sums& sums, int row, int column, int apart, float totals[COUNT]) {
+    constexpr int WIDE = sizeof(Floats) / sizeof(float), PLACES = COUNT / WIDE;
+    const int stride = sums.rows * sums.width;
+    const float* at = sums.values + row * sums.width + column;
+    double found[COUNT];
+#pragma unroll 1
+    for (int term = 0; term < sums.terms; term += TERMS_AHEAD, at += TERMS_AHEAD * stride) {
+        Floats next[TERMS_AHEAD][PLACES];
+#pragma unroll
+        for (int i = 0; i < TERMS_AHEAD; i++)
+#pragma unroll
+            for (int place = 0; place < PLACES; place++)
+                if (term + i < sums.terms)
+                    next[i][place] = *reinterpret_cast<const Floats*>(at + i * stride + place * apart);
+#pragma unroll
+        for (int i = 0; i < TERMS_AHEAD; i++)
+#pragma unroll
+            for (int j = 0; j < COUNT; j++) {
+                const double value = reinterpret_cast<const float*>(&next[i][j / WIDE])[j % WIDE];
+                found[j] = term + i == 0 ? value : term + i < sums.terms ? found[j] + value : found[j];
+            }
+    }
+#pragma unroll
+    for (int j = 0; j < COUNT; j++) totals[j] = static_cast<float>(found[j]);
 }
 
-// Lane 4g + t's two registers of a row's low values in one step.
+DEVICE float total_of(const Sums& sums, int row, int column) {
+    float total;
+    totals_of<float, 1>(sums, row, column, 0, &total);
+    return total;
+}
+
+// Lane 4g + t's two registers of a row's low values in one step; the width is even.
 DEVICE uint2 low_pairs(const Sums& sums, int row, int step, int pair) {
-    const int column = step * SIDE + 2 * pair;
     float totals[4];
-#pragma unroll
-    for (int i = 0; i < 4; i++) totals[i] = total_of(sums, row, column + i % 2 + i / 2 * 8);
+    totals_of<float2, 4>(sums, row, step * SIDE + 2 * pair, SIDE / 2, totals);
     half_bits values[4];
 #pragma unroll
     for (int i = 0; i < 4; i++) values[i] = activated(totals[i]);
@@ -34,8 +58,9 @@ DEVICE uint2 low_pairs(const Sums& sums, int row, int step, int pair) {
 }
 
 // low and injection [rows, STREAMS] (null: none) of all rows; grid covers rows * (4 * STEPS + STREAMS) threads.
-extern "C" __global__ void finish_down(const float* __restrict__ values, int terms, int rows, int width, int inject,
-                                       uint2* __restrict__ low, float* __restrict__ injection) {
+extern "C" __global__ void finish_down(const float* values, int terms, int rows, int width, int inject, uint2* low,
+                                       float* injection) {
+    await_inputs();
     const Sums sums = {values, terms, rows, width, inject};
     const int units = 4 * STEPS + STREAMS;
     const int at = blockIdx.x * blockDim.x + threadIdx.x;
@@ -55,12 +80,11 @@ extern "C" __global__ void finish_down(const float* __restrict__ values, int ter
 constexpr int THREAD_VALUES = (ROW_TILE * SIDE + WARP * STREAMS - 1) / (WARP * STREAMS);
 
 // Up to 64 rows: a block has 16 columns of the result, a warp one stream's part. grid (HIDDEN / 16), 32 * STREAMS
-// threads. low: finish_down's, or null for up to 8 rows: then from `values` [rows, width], each block for itself, and
-// the first also writes the injection. normed: float [rows, STREAMS, HIDDEN]; mixed: float [rows, HIDDEN].
+// threads. low: finish_down's, or null for up to 8 rows: then from `values` [terms, rows, width], each block for itself,
+// and the first also writes the injection. normed: float [rows, STREAMS, HIDDEN]; mixed: float [rows, HIDDEN].
 extern "C" __global__ void __launch_bounds__(WARP * STREAMS)
-mix_few(const uint4* __restrict__ up, const float* __restrict__ values, const uint2* __restrict__ low,
-        const float* __restrict__ normed, float* __restrict__ mixed, float* __restrict__ injection, int rows, int width,
-        int inject) {
+mix_few(const uint4* __restrict__ up, const float* values, const uint2* low, const float* normed, float* mixed,
+        float* injection, int terms, int rows, int width, int inject) {
     __shared__ uint2 own_low[STEPS * WARP];
     __shared__ float mixes[STREAMS][ROW_TILE][SIDE + 1];
     const int lane = threadIdx.x % WARP, stream = threadIdx.x / WARP, group = lane / 4, pair = lane % 4;
@@ -68,9 +92,10 @@ mix_few(const uint4* __restrict__ up, const float* __restrict__ values, const ui
     uint4 weights[STEPS];
     const uint4* own = up + static_cast<int64>((stream * HIDDEN + first) / SIDE) * STEPS * WARP + lane;
 #pragma unroll
-    for (int step = 0; step < STEPS; step++) weights[step] = load_streaming(own + step * WARP);
+    for (int step = 0; step < STEPS; step++) weights[step] = load_ahead(own + step * WARP);
+    await_inputs();
     if (!low) {
-        const Sums sums = {values, 1, rows, width, inject};
+        const Sums sums = {values, terms, rows, width, inject};
         for (int i = threadIdx.x; i < rows * STEPS * 4; i += WARP * STREAMS) {
             const int row = i / (STEPS * 4), step = i / 4 % STEPS;
             own_low[step * WARP + row * 4 + i % 4] = low_pairs(sums, row, step, i % 4);

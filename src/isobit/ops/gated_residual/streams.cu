@@ -6,8 +6,8 @@
 #include "ops/norm/staged.cuh"
 
 // streams [rows, count, width] = x [rows, width] in every stream.
-extern "C" __global__ void expand_streams(const float* __restrict__ x, float* __restrict__ streams, int count,
-                                          int width) {
+extern "C" __global__ void expand_streams(const float* x, float* streams, int count, int width) {
+    await_inputs();
     const int column = blockIdx.x * blockDim.x + threadIdx.x;
     const int64 row = blockIdx.y;
     if (column >= width) return;
@@ -98,9 +98,8 @@ DEVICE void fetch(const unsigned char* weights, int64 bytes, int thread, int thr
 // where there is a y, streams += injection * y before, as write_streams. Blocks past the streams ask for the weights of
 // what follows. The width is a multiple of 4, and all rows lie at multiples of 16 bytes.
 extern "C" __global__ void __launch_bounds__(STAGED_THREADS, 1)
-norm_streams(float* __restrict__ streams, const float* __restrict__ injection, const float* __restrict__ y,
-             const float* __restrict__ weight, float* __restrict__ normed, int streams_in_all, int count, int width,
-             float eps, const unsigned char* first_weights, int64 first_bytes, const unsigned char* second_weights,
+norm_streams(float* streams, const float* injection, const float* y, const float* __restrict__ weight, float* normed,
+             int streams_in_all, int count, int width, float eps, const unsigned char* first_weights, int64 first_bytes, const unsigned char* second_weights,
              int64 second_bytes) {
     DYNAMIC_SHARED(float, own);
     __shared__ float inverse;
@@ -110,22 +109,30 @@ norm_streams(float* __restrict__ streams, const float* __restrict__ injection, c
         const int threads = (gridDim.x - streams_in_all) * STAGED_THREADS;
         fetch(first_weights, first_bytes, fetching, threads);
         fetch(second_weights, second_bytes, fetching, threads);
+        await_inputs();
         return;
     }
     float* values = streams + static_cast<int64>(stream) * width;
     float* out = normed + static_cast<int64>(stream) * width;
     float* factors = own + width;
     float* added = factors + width;
-    stage_floats(own, values, width);
     stage_floats(factors, weight + static_cast<int64>(stream % count) * width, width);
+    await_inputs();
+    stage_floats(own, values, width);
     if (y) stage_floats(added, y + static_cast<int64>(stream / count) * width, width);
     copy_async_commit();
     const float strength = y ? injection[stream] : 0.0f;
     copy_async_wait<0>();
     __syncthreads();
     if (y) {
-        for (int at = thread; at < width; at += STAGED_THREADS)
-            values[at] = own[at] = fma32(strength, added[at], own[at]);
+#pragma unroll 4
+        for (int at = 4 * thread; at < width; at += 4 * STAGED_THREADS) {
+            const float4 more = four_of(added + at);
+            float4 v = four_of(own + at);
+            v.x = fma32(strength, more.x, v.x), v.y = fma32(strength, more.y, v.y);
+            v.z = fma32(strength, more.z, v.z), v.w = fma32(strength, more.w, v.w);
+            four_of(own + at) = four_of(values + at) = v;
+        }
         __syncthreads();
     }
     norm_staged(own, factors, out, width, eps, &inverse);

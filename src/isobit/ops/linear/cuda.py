@@ -8,6 +8,7 @@ import torch
 
 from isobit.checkpoint.weights import Linear
 from isobit.cuda import kernels, memory
+from isobit.cuda.kernels import Constant
 from isobit.ops.linear import cuda_layers, cuda_products
 from isobit.ops.linear.cuda_layers import (
     BLOCK,
@@ -126,9 +127,9 @@ def few_trellis_rows(x: torch.Tensor, handle: TrellisLayer, y: torch.Tensor) -> 
     kernels.load("ops/linear/few_rows.cu", "few_rows", **defines, **handle.defines)(
         (-(-tile_columns // shape.columns), handle.shards),
         shape.columns * shape.turns * WARP,
-        handle.trellis,
+        Constant(handle.trellis),
         inputs,
-        handle.suh,
+        Constant(handle.suh),
         values,
         handle.counters,
         tile_columns,
@@ -138,11 +139,12 @@ def few_trellis_rows(x: torch.Tensor, handle: TrellisLayer, y: torch.Tensor) -> 
         is_whole(x),
         shape.columns,
         shape.turns,
-        handle.svh,
-        handle.bias,
+        Constant(handle.svh),
+        Constant(handle.bias),
         y,
         handle.out_features,
         shared=shared,
+        early=True,
     )
 
 
@@ -156,18 +158,19 @@ def wide_trellis_rows(x: torch.Tensor, handle: TrellisLayer, y: torch.Tensor) ->
     kernels.load("ops/linear/few_rows_wide.cu", "few_rows_wide", **defines)(
         wide.blocks * memory.multiprocessors(),
         wide.warps * WARP,
-        handle.trellis,
+        Constant(handle.trellis),
         rotated_operand(x, handle),
         memory.empty((rows, handle.stored_outputs)),
         handle.counters,
         handle.stored_outputs // TILE,
         handle.input_blocks,
         rows,
-        handle.svh,
-        handle.bias,
+        Constant(handle.svh),
+        Constant(handle.bias),
         y,
         handle.out_features,
         shared=wide.warps * WIDE_STAGES * stage_bytes,
+        early=True,
     )
 
 
@@ -177,7 +180,8 @@ def rotated_operand(x: torch.Tensor, handle: TrellisLayer) -> torch.Tensor:
     blocks = handle.input_blocks
     operand = memory.empty((handle.stored_inputs // WARP, rows, WARP), torch.float16)
     rotate = kernels.load("ops/linear/inputs.cu", "rotate_few")
-    rotate(-(-blocks * rows // OCTETS), ROW_THREADS, x, handle.suh, operand, rows, width, blocks, is_whole(x))
+    grid, arrays = -(-blocks * rows // OCTETS), (x, Constant(handle.suh), operand)
+    rotate(grid, ROW_THREADS, *arrays, rows, width, blocks, is_whole(x), early=True)
     return operand
 
 
@@ -226,25 +230,47 @@ def few_rows_shape(tile_columns: int, shards: int, blocks: int, rows: int) -> Fe
 
 def few_plain_rows(x: torch.Tensor, handle: HalfLayer, y: torch.Tensor) -> None:
     """The same of half weights: inputs are rounded on their way, shards added by the block that comes last."""
+    values = _room_for_sums(len(x), handle) if handle.shards > 1 else None
+    _multiply_plain(x, handle, values, handle.counters, y)
+
+
+def plain_sums(x: torch.Tensor, handle: HalfLayer) -> torch.Tensor:
+    """What `few_plain_rows` adds in float64 in order: each shard's sums of each part [shards * parts, R, N]."""
+    values = _room_for_sums(len(x), handle)
+    _multiply_plain(x, handle, values, None, None)
+    return values
+
+
+def _room_for_sums(rows: int, handle: HalfLayer) -> torch.Tensor:
+    return memory.empty((handle.shards * handle.parts, rows, handle.stored_outputs))
+
+
+def _multiply_plain(
+    x: torch.Tensor,
+    handle: HalfLayer,
+    values: torch.Tensor | None,
+    counters: torch.Tensor | None,
+    y: torch.Tensor | None,
+) -> None:
     rows = len(x)
     if handle.in_features != handle.stored_inputs or not is_whole(x):
         x = padded(x, handle.stored_inputs)
     shape = plain_shape(handle.parts, handle.stored_outputs // TILE, handle.shards, handle.input_blocks, rows)
-    values = memory.empty((handle.shards * handle.parts, rows, handle.stored_outputs)) if handle.shards > 1 else None
     kernels.load("ops/linear/few_rows_plain.cu", "few_rows_plain", PARTS=handle.parts, **shape.defines)(
         (handle.stored_outputs // TILE, handle.shards, -(-rows // shape.block_rows)),
         (shape.chain_warps + shape.feeders) * WARP,
-        handle.fragments,
+        Constant(handle.fragments),
         x,
         values,
-        handle.counters,
+        counters,
         handle.stored_inputs // TILE,
         rows,
         shape.block_rows,
-        handle.bias,
+        Constant(handle.bias),
         y,
         handle.out_features,
         shared=shape.feeders * shape.chunk_bytes(handle.parts),
+        early=True,
     )
 
 
@@ -324,11 +350,12 @@ def finish_outputs(
         rotate = kernels.load("ops/linear/outputs.cu", "rotate_outputs")
         grid = columns // BLOCK, -(-rows // (ROW_WARPS * WARP_ROWS))
         first_block = first_output // BLOCK
-        rotate(grid, ROW_THREADS, sums, *shape, first_block, rows, handle.svh, handle.bias, y, outputs)
+        scales, bias = Constant(handle.svh), Constant(handle.bias)
+        rotate(grid, ROW_THREADS, sums, *shape, first_block, rows, scales, bias, y, outputs, early=True)
     else:
         total = kernels.load("ops/linear/outputs.cu", "sum_outputs")
         grid = -(-columns // ROW_THREADS), rows
-        total(grid, ROW_THREADS, sums, *shape, first_output, handle.bias, y, outputs)
+        total(grid, ROW_THREADS, sums, *shape, first_output, Constant(handle.bias), y, outputs, early=True)
 
 
 def expanded(handle: TrellisLayer | HalfLayer) -> torch.Tensor:
@@ -357,7 +384,7 @@ def float_rows(x: torch.Tensor, handle: FloatLayer, y: torch.Tensor, few: bool) 
     chain(blocks, CHAIN_WARPS * WARP, handle.weights, x, sums, width, handle.stored_inputs, columns, rows)
     total = kernels.load("ops/linear/outputs.cu", "sum_outputs")
     grid = -(-columns // ROW_THREADS), rows
-    total(grid, ROW_THREADS, sums, handle.shards, rows, columns, 0, handle.bias, y, outputs)
+    total(grid, ROW_THREADS, sums, handle.shards, rows, columns, 0, Constant(handle.bias), y, outputs, early=True)
 
 
 def is_whole(x: torch.Tensor) -> bool:
@@ -370,5 +397,5 @@ def padded(x: torch.Tensor, columns: int) -> torch.Tensor:
     rows, width = x.shape
     wider = memory.empty((rows, columns))
     pad = kernels.load("ops/linear/inputs.cu", "pad_inputs")
-    pad((-(-columns // (4 * ROW_THREADS)), rows), ROW_THREADS, x, wider, width, columns)
+    pad((-(-columns // (4 * ROW_THREADS)), rows), ROW_THREADS, x, wider, width, columns, early=True)
     return wider

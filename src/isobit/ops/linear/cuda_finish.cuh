@@ -13,6 +13,14 @@ DEVICE int64 first_sum(const Sums& sums, int row, int column) {
     return static_cast<int64>(row) * sums.columns + column;
 }
 
+constexpr int TERMS_AHEAD = 4;  // that are on their way at a time
+
+// The sum of an output's terms up to `number`, the first of which begins it.
+DEVICE double with_term(double total, float term, int number, int terms) {
+    const double value = term;
+    return number == 0 ? value : number < terms ? total + value : total;
+}
+
 // Sums that other blocks of the same launch may have written: read past L1, which may be older.
 DEVICE float fresh(const float* at) {
 #ifdef EMULATED
@@ -38,11 +46,16 @@ DEVICE float4 fresh(const float4* at) {
 DEVICE float total_of(const Sums& sums, int row, int column) {
     const int64 stride = static_cast<int64>(sums.rows) * sums.columns;
     const float* at = sums.values + first_sum(sums, row, column);
-    const float first = fresh(at);
-    if (sums.terms == 1) return first;
-    double total = first;
+    if (sums.terms == 1) return fresh(at);
+    double total = 0.0;
 #pragma unroll 1
-    for (int term = 1; term < sums.terms; term++) total = total + static_cast<double>(fresh(at + term * stride));
+    for (int term = 0; term < sums.terms; term += TERMS_AHEAD) {
+        float next[TERMS_AHEAD];
+#pragma unroll
+        for (int i = 0; i < TERMS_AHEAD; i++) next[i] = fresh(at + smaller(term + i, sums.terms - 1) * stride);
+#pragma unroll
+        for (int i = 0; i < TERMS_AHEAD; i++) total = with_term(total, next[i], term + i, sums.terms);
+    }
     return static_cast<float>(total);
 }
 
@@ -50,20 +63,28 @@ DEVICE float total_of(const Sums& sums, int row, int column) {
 DEVICE void totals_of(const Sums& sums, int row, int column, float v[4]) {
     const int64 stride = static_cast<int64>(sums.rows) * sums.columns;
     const float* at = sums.values + first_sum(sums, row, column);
-    float4 four = fresh(reinterpret_cast<const float4*>(at));
-    if (sums.terms > 1) {
-        double x = four.x, y = four.y, z = four.z, w = four.w;
-#pragma unroll 1
-        for (int term = 1; term < sums.terms; term++) {
-            const float4 next = fresh(reinterpret_cast<const float4*>(at + term * stride));
-            x = x + static_cast<double>(next.x);
-            y = y + static_cast<double>(next.y);
-            z = z + static_cast<double>(next.z);
-            w = w + static_cast<double>(next.w);
-        }
-        four = make_float4(static_cast<float>(x), static_cast<float>(y), static_cast<float>(z), static_cast<float>(w));
+    if (sums.terms == 1) {
+        const float4 four = fresh(reinterpret_cast<const float4*>(at));
+        v[0] = four.x, v[1] = four.y, v[2] = four.z, v[3] = four.w;
+        return;
     }
-    v[0] = four.x, v[1] = four.y, v[2] = four.z, v[3] = four.w;
+    double totals[4] = {};
+#pragma unroll 1
+    for (int term = 0; term < sums.terms; term += TERMS_AHEAD) {
+        float4 next[TERMS_AHEAD];
+#pragma unroll
+        for (int i = 0; i < TERMS_AHEAD; i++)
+            next[i] = fresh(reinterpret_cast<const float4*>(at + smaller(term + i, sums.terms - 1) * stride));
+#pragma unroll
+        for (int i = 0; i < TERMS_AHEAD; i++) {
+            totals[0] = with_term(totals[0], next[i].x, term + i, sums.terms);
+            totals[1] = with_term(totals[1], next[i].y, term + i, sums.terms);
+            totals[2] = with_term(totals[2], next[i].z, term + i, sums.terms);
+            totals[3] = with_term(totals[3], next[i].w, term + i, sums.terms);
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < 4; i++) v[i] = static_cast<float>(totals[i]);
 }
 
 // What becomes of a layer's sums: float y [rows, outputs]. No scales: a plain layer, not rotated.

@@ -24,7 +24,7 @@
 
 constexpr int MOST_WARPS = ROW_TILES <= 2 ? 12 : 8;
 constexpr int CHUNK_TILES = 8;  // a turn: 128 inputs
-constexpr int EARLY = ROW_TILES == 1 ? 4 : ROW_TILES == 2 ? 2 : 1;  // quarters of inputs loaded before a turn
+constexpr int EARLY = ROW_TILES == 1 ? 4 : 1;  // quarters of inputs loaded before a turn
 constexpr bool FROM_SHARED = FUSED || SHARED_OPERAND;
 constexpr int WORDS = tile_words(TWICE_BITS);
 constexpr int STAGES = TWICE_BITS <= 8 ? 3 : 2;
@@ -102,6 +102,27 @@ DEVICE void carry(Chains& chains, const unsigned fragments[CHUNK_TILES][4], cons
     }
 }
 
+// Decode the chunk that the ring has next, and stage one chunk more.
+DEVICE void decode_chunk(unsigned fragments[CHUNK_TILES][4], ChunkRing& ring, const LanePlace<TWICE_BITS>& place,
+                         const uint4* trellis, bool more, int lane) {
+    copy_async_wait<STAGES - 1>();
+    __syncwarp();
+#pragma unroll
+    for (int tile = 0; tile < CHUNK_TILES; tile++)
+        decode_fragment<CODEBOOK, TWICE_BITS>(ring.words() + tile * WORDS, place, fragments[tile]);
+    __syncwarp();
+    ring.advance(trellis, more, lane);
+}
+
+// Ask early for the scales of this block's inputs and outputs.
+DEVICE void fetch_scales(const half_bits* input_scales, int first_input, int inputs, const half_bits* output_scales,
+                         int first_output, int outputs) {
+    constexpr int LINE = 64;  // halves
+    const int at = threadIdx.x * LINE;
+    if (FUSED && at < inputs) fetch_line(input_scales + first_input + at);
+    if (at < outputs) fetch_line(output_scales + first_output + at);
+}
+
 // Rotate out the blocks of 128 outputs that this thread block is the last to add to.
 DEVICE void finish_blocks(const Sums& sums, const Finish& finish, int* counters, int first, int count, int shards) {
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, warps = blockDim.x / WARP;
@@ -122,8 +143,8 @@ DEVICE void finish_blocks(const Sums& sums, const Finish& finish, int* counters,
 // FUSED, what rotate_few made of it, which a block copies first where SHARED_OPERAND. values: float [shards, rows,
 // 16 * tile_columns], written and read here. counters: zeros, one a block of 128 outputs.
 extern "C" __global__ void __launch_bounds__(MOST_WARPS * WARP, ROW_TILES <= 2 ? 2 : 1)
-few_rows(const uint4* __restrict__ trellis, const void* __restrict__ x, const half_bits* input_scales, float* values,
-         int* counters, int tile_columns, int input_blocks, int rows, int inputs, int whole, int columns, int turns,
+few_rows(const uint4* __restrict__ trellis, const void* x, const half_bits* input_scales, float* values, int* counters,
+         int tile_columns, int input_blocks, int rows, int inputs, int whole, int columns, int turns,
          const half_bits* output_scales, const float* bias, float* y, int outputs) {
     DYNAMIC_SHARED(unsigned, shared);
     begin_turns();
@@ -133,33 +154,37 @@ few_rows(const uint4* __restrict__ trellis, const void* __restrict__ x, const ha
     const int shard = blockIdx.y, shards = gridDim.y;
     const int first_chunk = shard * input_blocks / shards, last_chunk = (shard + 1) * input_blocks / shards;
 
+    fetch_scales(input_scales, first_chunk * ROTATION, (last_chunk - first_chunk) * ROTATION, output_scales,
+                 first_column * TILE, smaller(columns, tile_columns - first_column) * TILE);
     unsigned* stages = shared + warp * STAGES * CHUNK_WORDS;
-    uint4* after_stages = reinterpret_cast<uint4*>(shared + columns * turns * STAGES * CHUNK_WORDS);
-    float4* handed = reinterpret_cast<float4*>(after_stages) + own_column * ROW_TILES * WARP + lane;
-    uint4* own_inputs = after_stages + columns * ROW_TILES * WARP;
-    const uint4* rotated = static_cast<const uint4*>(x);
-#if SHARED_OPERAND && !FUSED
-    for (int i = threadIdx.x; i < (last_chunk - first_chunk) * 16 * rows; i += blockDim.x)
-        copy_async_16(own_inputs + i, rotated + first_chunk * 16 * rows + i);
-#endif
     ChunkRing ring(stages, tile_columns, column, first_chunk + turn, turns, lane);
     const bool real = column < tile_columns;
 #pragma unroll
     for (int stage = 0; stage < STAGES; stage++)
         ring.advance(trellis, real && first_chunk + turn + stage * turns < last_chunk, lane);
 
+    const LanePlace<TWICE_BITS> place(lane);
+    unsigned fragments[CHUNK_TILES][4];
+    if (real) decode_chunk(fragments, ring, place, trellis, first_chunk + turn + STAGES * turns < last_chunk, lane);
+
+    await_inputs();
+    uint4* after_stages = reinterpret_cast<uint4*>(shared + columns * turns * STAGES * CHUNK_WORDS);
+    float4* handed = reinterpret_cast<float4*>(after_stages) + own_column * ROW_TILES * WARP + lane;
+    uint4* own_inputs = after_stages + columns * ROW_TILES * WARP;
+    const uint4* rotated = static_cast<const uint4*>(x);
 #if FUSED
     rotate_units(reinterpret_cast<unsigned*>(own_inputs), static_cast<const float*>(x), input_scales, first_chunk, 0,
                  rows * (last_chunk - first_chunk), rows, inputs, whole);
 #elif SHARED_OPERAND
-    copy_async_wait<STAGES - 1>();
+#pragma unroll 4
+    for (int i = threadIdx.x; i < (last_chunk - first_chunk) * 16 * rows; i += blockDim.x)
+        own_inputs[i] = rotated[first_chunk * 16 * rows + i];
 #endif
     if (FROM_SHARED) {
         rotated = own_inputs - first_chunk * 16 * rows;
         __syncthreads();
     }
     if (real) {
-        const LanePlace<TWICE_BITS> place(lane);
         int places[ROW_TILES];
 #pragma unroll
         for (int tile = 0; tile < ROW_TILES; tile++)
@@ -172,19 +197,10 @@ few_rows(const uint4* __restrict__ trellis, const void* __restrict__ x, const ha
             hand_over(barriers >> 8);
         }
         int round = 1;
+        uint4 early[EARLY][ROW_TILES];
+        if (!FROM_SHARED) load_early(early, operand, places);
 #pragma unroll 1
         for (int chunk = first_chunk + turn; chunk < last_chunk; chunk += turns, round++) {
-            uint4 early[EARLY][ROW_TILES];
-            if (!FROM_SHARED) load_early(early, operand, places);
-            copy_async_wait<STAGES - 1>();
-            __syncwarp();
-            unsigned fragments[CHUNK_TILES][4];
-#pragma unroll
-            for (int tile = 0; tile < CHUNK_TILES; tile++)
-                decode_fragment<CODEBOOK, TWICE_BITS>(ring.words() + tile * WORDS, place, fragments[tile]);
-            __syncwarp();
-            ring.advance(trellis, chunk + STAGES * turns < last_chunk, lane);
-
             // From shared memory they come in time, and decoding has more registers.
             if (FROM_SHARED) load_early(early, operand, places);
             Chains chains;
@@ -207,6 +223,9 @@ few_rows(const uint4* __restrict__ trellis, const void* __restrict__ x, const ha
                 const int64 shard_values = static_cast<int64>(rows) * tile_columns * TILE;
                 store_column(chains.c, values + shard * shard_values, rows, tile_columns * TILE, column * TILE, lane);
             }
+            if (chunk + turns >= last_chunk) break;
+            if (!FROM_SHARED) load_early(early, operand, places);
+            decode_chunk(fragments, ring, place, trellis, chunk + (STAGES + 1) * turns < last_chunk, lane);
         }
     }
     const Sums sums = {values, shards, rows, tile_columns * TILE};

@@ -23,9 +23,12 @@
 constexpr int SIDE = 16;
 constexpr int MOST_FEEDERS = 14;
 constexpr int BLOCK_TILES = ROTATION / SIDE;
-constexpr int GROUP_TILES = 4;  // whose operands are loaded ahead of their steps
+constexpr int GROUP_TILES = CHUNK_TILES >= 8 ? 4 : 2;  // whose operands are loaded ahead of their steps
+constexpr int GROUPS = CHUNK_TILES / GROUP_TILES;
 constexpr int CHUNK_QUADS = CHUNK_TILES * SIDE / 4;
-constexpr int READ_AHEAD = 8;  // quads of inputs that a lane has on their way
+constexpr int ROW_QUADS = CHUNK_QUADS > WARP ? CHUNK_QUADS / WARP : 1;  // of a row, that a lane has
+constexpr int ROWS_AT_ONCE = CHUNK_QUADS < WARP ? WARP / CHUNK_QUADS : 1;  // that a warp reads side by side
+constexpr int READ_AHEAD = 8 / ROW_QUADS;  // of these, on their way
 constexpr int CHUNK_THREADS = (1 + CHAIN_WARPS) * WARP;  // that meet at a chunk's barrier
 
 // What a chunk's steps take, in shared memory. operand: uint2 [CHUNK_TILES, places, 4], a place being a row's part.
@@ -55,8 +58,8 @@ DEVICE void store_quad(const Chunk& chunk, int row, int quad, const float4& v) {
     at[10 + upper] = half_pair_of(v.z - first_of(high), v.w - second_of(high));
 }
 
-// Fill a chunk with `count` tiles' weights and the rows' inputs to them, by one warp.
-DEVICE void feed(const Chunk& chunk, const uint4* weights, const float* x, int count, int rows, int inputs, int lane) {
+// Ask for `count` tiles' weights of a chunk, by one warp.
+DEVICE void feed_weights(const Chunk& chunk, const uint4* weights, int count, int lane) {
     uint4* place = chunk.weights + lane;
     weights += lane;
     if (count == CHUNK_TILES) {
@@ -67,21 +70,31 @@ DEVICE void feed(const Chunk& chunk, const uint4* weights, const float* x, int c
         for (int tile = 0; tile < count; tile++) copy_async_16(place + tile * WARP, weights + tile * WARP);
     }
     copy_async_commit();
-    const int units = rows * CHUNK_QUADS;
+}
+
+// Fill a chunk with the rows' inputs to `count` tiles, by one warp; then its weights are there too.
+DEVICE void feed_inputs(const Chunk& chunk, const float* x, int count, int rows, int inputs, int lane) {
+    const int own_row = lane / CHUNK_QUADS, own_quad = lane % CHUNK_QUADS;
 #pragma unroll 1
-    for (int first = lane; first < units; first += READ_AHEAD * WARP) {
-        float4 quads[READ_AHEAD];
+    for (int first = 0; first < rows; first += READ_AHEAD * ROWS_AT_ONCE) {
+        float4 quads[READ_AHEAD][ROW_QUADS];
 #pragma unroll
         for (int i = 0; i < READ_AHEAD; i++) {
-            const int unit = first + i * WARP, row = unit / CHUNK_QUADS, quad = unit % CHUNK_QUADS;
-            quads[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-            if (unit < units && quad < 4 * count)
-                quads[i] = *reinterpret_cast<const float4*>(x + static_cast<int64>(row) * inputs + 4 * quad);
+            const int row = first + i * ROWS_AT_ONCE + own_row;
+#pragma unroll
+            for (int j = 0; j < ROW_QUADS; j++) {
+                const int quad = own_quad + j * WARP;
+                quads[i][j] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+                if (row < rows && quad < 4 * count)
+                    quads[i][j] = *reinterpret_cast<const float4*>(x + static_cast<int64>(row) * inputs + 4 * quad);
+            }
         }
 #pragma unroll
         for (int i = 0; i < READ_AHEAD; i++) {
-            const int unit = first + i * WARP;
-            if (unit < units) store_quad(chunk, unit / CHUNK_QUADS, unit % CHUNK_QUADS, quads[i]);
+            const int row = first + i * ROWS_AT_ONCE + own_row;
+            if (row >= rows) break;
+#pragma unroll
+            for (int j = 0; j < ROW_QUADS; j++) store_quad(chunk, row, own_quad + j * WARP, quads[i][j]);
         }
     }
     copy_async_wait<0>();
@@ -124,20 +137,33 @@ struct Step {
     }
 };
 
-// Carry the chains over a whole chunk: a group's operands are loaded while the one before is multiplied.
-DEVICE void carry_chunk(Chains& chains, const Chunk& chunk, int lane) {
+DEVICE void load_group(Step steps[GROUP_TILES], const Chunk& chunk, const Chains& chains, int group, int lane) {
+#pragma unroll
+    for (int i = 0; i < GROUP_TILES; i++) steps[i].load(chunk, chains, group * GROUP_TILES + i, lane);
+}
+
+// Carry the chains over `count` whole chunks: a group's operands are loaded, and a chunk's awaited, while the group
+// before is multiplied.
+DEVICE void carry_chunks(Chains& chains, uint4* shared, int places, int count, int lap, int lane) {
+    static_assert(GROUPS % 2 == 0, "every chunk begins with the same buffer");
+    if (count <= 0) return;
     Step steps[2][GROUP_TILES];
+    wait_for_turn(1, lap, CHUNK_THREADS);
+    load_group(steps[0], Chunk(shared, 0, places), chains, 0, lane);
+#pragma unroll 1
+    for (int index = 0; index < count; index++) {
+        const Chunk chunk(shared, index, places);
 #pragma unroll
-    for (int i = 0; i < GROUP_TILES; i++) steps[0][i].load(chunk, chains, i, lane);
+        for (int group = 0; group < GROUPS; group++) {
+            if (group + 1 < GROUPS) {
+                load_group(steps[(group + 1) % 2], chunk, chains, group + 1, lane);
+            } else if (index + 1 < count) {
+                wait_for_turn(2 + index, lap, CHUNK_THREADS);
+                load_group(steps[0], Chunk(shared, index + 1, places), chains, 0, lane);
+            }
 #pragma unroll
-    for (int group = 0; group < CHUNK_TILES / GROUP_TILES; group++) {
-        if (group + 1 < CHUNK_TILES / GROUP_TILES) {
-#pragma unroll
-            for (int i = 0; i < GROUP_TILES; i++)
-                steps[(group + 1) % 2][i].load(chunk, chains, (group + 1) * GROUP_TILES + i, lane);
+            for (int i = 0; i < GROUP_TILES; i++) steps[group % 2][i].carry(chains);
         }
-#pragma unroll
-        for (int i = 0; i < GROUP_TILES; i++) steps[group % 2][i].carry(chains);
     }
 }
 
@@ -150,7 +176,7 @@ DEVICE void carry_tiles(Chains& chains, const Chunk& chunk, int count, int lane)
     }
 }
 
-// Write what a lane's chains end as: sums of a shard to values [shards * PARTS, rows, N], or outputs.
+// Write what a lane's chains end as: sums of a shard to values [shards * PARTS, rows, N], or, without these, outputs.
 DEVICE void store_chains(const Chains& chains, int warp, int lane, float* values, int columns, int first_row,
                          int own_rows, int rows, const Finish& finish) {
 #pragma unroll
@@ -189,11 +215,11 @@ DEVICE void finish_column(const Sums& sums, const Finish& finish, int column, in
 }
 
 // grid (N / 16, shards, ceil(rows / block_rows)), threads 32 * (CHAIN_WARPS + feeders). x: float [rows, 16 * tiles],
-// rows at 16 bytes. values: float [shards * PARTS, rows, N] where there is more than one shard, else null. counters:
-// zeros, one for each (grid z, column).
+// rows at 16 bytes. values: float [shards * PARTS, rows, N], null where one shard's sums become y at once. counters:
+// zeros, one for each (grid z, column); null where values are all that is wanted.
 extern "C" __global__ void __launch_bounds__((MOST_FEEDERS + CHAIN_WARPS) * WARP, 1)
-few_rows_plain(const uint4* __restrict__ weights, const float* __restrict__ x, float* values, int* counters, int tiles,
-               int rows, int block_rows, const float* bias, float* y, int outputs) {
+few_rows_plain(const uint4* __restrict__ weights, const float* x, float* values, int* counters, int tiles, int rows,
+               int block_rows, const float* bias, float* y, int outputs) {
     DYNAMIC_SHARED(uint4, shared);
     begin_turns();
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, feeders = blockDim.x / WARP - CHAIN_WARPS;
@@ -206,34 +232,35 @@ few_rows_plain(const uint4* __restrict__ weights, const float* __restrict__ x, f
     x += static_cast<int64>(first_row) * inputs;
 
     const bool carries = warp < CHAIN_WARPS;
-    Chains chains(warp, lane, own_rows * PARTS);
+    const int places = own_rows * PARTS, feeder = warp - CHAIN_WARPS;
+    int tile = first_tile + feeder * CHUNK_TILES;  // a feeder's
+    if (!carries && tile < last_tile)
+        feed_weights(Chunk(shared, feeder, places), weights + static_cast<int64>(tile) * WARP,
+                     smaller(CHUNK_TILES, last_tile - tile), lane);
+    await_inputs();
+    Chains chains(warp, lane, places);
     int lap = 1;
     for (int first = first_tile; first < last_tile; first += feeders * CHUNK_TILES, lap++) {
         if (lap > 1) __syncthreads();
-        if (!carries) {
-            const int feeder = warp - CHAIN_WARPS, tile = first + feeder * CHUNK_TILES;
-            if (tile < last_tile) {
-                const Chunk chunk(shared, feeder, own_rows * PARTS);
-                feed(chunk, weights + static_cast<int64>(tile) * WARP, x + tile * SIDE,
-                     smaller(CHUNK_TILES, last_tile - tile), own_rows, inputs, lane);
-                hand_over(1 + feeder, CHUNK_THREADS);
-            }
-            continue;
-        }
-#pragma unroll 1
-        for (int feeder = 0; feeder < feeders; feeder++) {
-            const int count = last_tile - first - feeder * CHUNK_TILES;
-            if (count <= 0) break;
-            const Chunk chunk(shared, feeder, own_rows * PARTS);
-            wait_for_turn(1 + feeder, lap, CHUNK_THREADS);
-            if (count >= CHUNK_TILES) carry_chunk(chains, chunk, lane);
-            else carry_tiles(chains, chunk, count, lane);
+        if (carries) {
+            const int tiles_left = last_tile - first, whole = smaller(feeders, tiles_left / CHUNK_TILES);
+            carry_chunks(chains, shared, places, whole, lap, lane);
+            if (whole == feeders || tiles_left == whole * CHUNK_TILES) continue;
+            wait_for_turn(1 + whole, lap, CHUNK_THREADS);
+            carry_tiles(chains, Chunk(shared, whole, places), tiles_left - whole * CHUNK_TILES, lane);
+        } else if (tile < last_tile) {
+            const Chunk chunk(shared, feeder, places);
+            const int count = smaller(CHUNK_TILES, last_tile - tile);
+            if (lap > 1) feed_weights(chunk, weights + static_cast<int64>(tile) * WARP, count, lane);
+            feed_inputs(chunk, x + tile * SIDE, count, own_rows, inputs, lane);
+            hand_over(1 + feeder, CHUNK_THREADS);
+            tile += feeders * CHUNK_TILES;
         }
     }
 
     const Finish finish = {nullptr, bias, y, outputs};
     const int column = blockIdx.x, columns = gridDim.x;
     if (carries) store_chains(chains, warp, lane, values, columns * SIDE, first_row, own_rows, rows, finish);
-    if (!values || !arrives_last(counters + blockIdx.z * columns + column, 1, shards)) return;
+    if (!values || !counters || !arrives_last(counters + blockIdx.z * columns + column, 1, shards)) return;
     finish_column({values, shards * PARTS, rows, columns * SIDE}, finish, column, first_row, own_rows);
 }

@@ -89,9 +89,8 @@ DEVICE void finish_columns(const Sums& sums, const Finish& finish, int* counters
 // Any grid, 32 * BLOCK_WARPS threads. Layers of one k-shard, tile_columns a multiple of 8. operand: rotate_few
 // made it of the rows. values: float [rows, 16 * tile_columns], used here. counters: zeros, one a block of outputs.
 extern "C" __global__ void __launch_bounds__(BLOCK_WARPS * WARP, BLOCKS)
-few_rows_wide(const uint4* __restrict__ trellis, const uint4* __restrict__ operand, float* values, int* counters,
-              int tile_columns, int input_blocks, int rows, const half_bits* output_scales, const float* bias, float* y,
-              int outputs) {
+few_rows_wide(const uint4* __restrict__ trellis, const uint4* operand, float* values, int* counters, int tile_columns,
+              int input_blocks, int rows, const half_bits* output_scales, const float* bias, float* y, int outputs) {
     DYNAMIC_SHARED(unsigned, shared);
     const int lane = remembered(threadIdx.x % WARP), warp = threadIdx.x / WARP;
     const int chunks = input_blocks * (ROTATION / TILE / CHUNK_TILES);
@@ -101,6 +100,7 @@ few_rows_wide(const uint4* __restrict__ trellis, const uint4* __restrict__ opera
     ColumnRing ring(shared + warp * STAGES * CHUNK_WORDS, tile_columns, chunks, first_column, stride, lane);
 #pragma unroll
     for (int stage = 0; stage < STAGES; stage++) ring.advance(trellis, lane);
+    await_inputs();
 
     const LanePlace<TWICE_BITS> place(lane);
     int places[ROW_TILES];

@@ -7,6 +7,7 @@ constexpr int INPUT_WARPS = 8, WARP_ROWS = 4;
 // For few rows, in the order of rotate_units. grid (ceil(rows * blocks / 32)), 256 threads: eight lanes a row's block.
 extern "C" __global__ void rotate_few(
     const float* x, const half_bits* scales, unsigned* operand, int rows, int inputs, int blocks, int whole) {
+    await_inputs();
     const int first = blockIdx.x * (INPUT_WARPS * WARP / octet::LANES), units = rows * blocks;
     rotate_units(operand, x, scales, 0, first, smaller(first + INPUT_WARPS * WARP / octet::LANES, units), rows, inputs,
                  whole);
@@ -56,6 +57,7 @@ extern "C" __global__ void round_many(
 
 // float32 [rows, columns] with zeros past the inputs. grid (ceil(columns / 1024), rows), 256 threads.
 extern "C" __global__ void pad_inputs(const float* x, float* padded, int inputs, int columns) {
+    await_inputs();
     const int column = 4 * (blockIdx.x * blockDim.x + threadIdx.x), row = blockIdx.y;
     if (column >= columns) return;
     float v[4];

@@ -9,6 +9,7 @@ constexpr int OUTPUT_WARPS = 8, WARP_ROWS = 4;
 extern "C" __global__ void rotate_outputs(
     const float* values, int terms, int stored_rows, int columns, int first_block, int rows, const half_bits* scales,
     const float* bias, float* y, int outputs) {
+    await_inputs();
     const int lane = threadIdx.x % WARP;
     const int first_row = (blockIdx.y * OUTPUT_WARPS + threadIdx.x / WARP) * WARP_ROWS;
     if (first_row >= rows) return;
@@ -27,6 +28,7 @@ extern "C" __global__ void rotate_outputs(
 extern "C" __global__ void sum_outputs(
     const float* values, int terms, int stored_rows, int columns, int first_output, const float* bias, float* y,
     int outputs) {
+    await_inputs();
     const int column = blockIdx.x * blockDim.x + threadIdx.x, output = first_output + column, row = blockIdx.y;
     if (column >= columns || output >= outputs) return;
     const Sums sums = {values, terms, stored_rows, columns};

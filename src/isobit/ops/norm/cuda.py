@@ -39,8 +39,8 @@ def group_norm(x: torch.Tensor, weight: torch.Tensor, groups: int, eps: float, h
     few = how == FEW_ROWS or (how == BY_ROW_COUNT and len(x) <= MOST_FEW_ROWS)
     if few and _can_be_staged(width, x, weight, out):
         kernel = kernels.load(SOURCE, "norm_few_groups", HELD=0)
-        shared = 2 * width * FLOAT_BYTES
-        kernel(count, STAGED_THREADS, x, weight, out, width, groups, float(eps), shared=shared)
+        arrays, shared = (x, kernels.Constant(weight), out), 2 * width * FLOAT_BYTES
+        kernel(count, STAGED_THREADS, *arrays, width, groups, float(eps), shared=shared, early=True)
         return out
     warps = 1 if few else MANY_ROWS_WARPS
     kernel = kernels.load(SOURCE, "norm_groups", HELD=held_values(width))

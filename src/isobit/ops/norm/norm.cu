@@ -39,13 +39,13 @@ extern "C" __global__ void norm_groups(const float* __restrict__ x, const float*
 
 // The same with a block a group; the width is a multiple of 4, and all rows lie at multiples of 16 bytes.
 extern "C" __global__ void __launch_bounds__(STAGED_THREADS, 1)
-norm_few_groups(const float* __restrict__ x, const float* __restrict__ weight, float* __restrict__ y, int width,
-                int parts, float eps) {
+norm_few_groups(const float* x, const float* __restrict__ weight, float* y, int width, int parts, float eps) {
     DYNAMIC_SHARED(float, own);
     __shared__ float inverse;
     const int64 begin = static_cast<int64>(blockIdx.x) * width;
-    stage_floats(own, x + begin, width);
     stage_floats(own + width, weight + static_cast<int64>(blockIdx.x % parts) * width, width);
+    await_inputs();
+    stage_floats(own, x + begin, width);
     copy_async_commit();
     copy_async_wait<0>();
     __syncthreads();

@@ -160,6 +160,7 @@ DEVICE void write_chosen(Choice& choice, const float* scores, int finished, int*
 extern "C" __global__ void choose_blocks(
     const float* scores, int scores_step, const int* positions, int* blocks, int* counts
 ) {
+    await_inputs();
     __shared__ Choice choice;
     const int row = blockIdx.x, finished = (positions[row] + 1) / BLOCK;
     int* chosen = blocks + static_cast<int64>(row) * KEPT;

@@ -132,7 +132,7 @@ def attention_write(k, v, index_k, handle: Attention, cache: AttentionCache, bat
         at.rows, warps * WARP, k, k.stride(0), v, v.stride(0), index_k, index_k.stride(0), handle.k_weight,
         handle.index_k_weight, handle.eps, handle.cosines, handle.sines, at.segment_of_row, at.starts, at.positions,
         at.pages, at.pages.shape[1], cache.keys, cache.values, cache.index_raw, cache.index_pooled,
-        shared=warps * max(sizes.head_dim, sizes.index_dim) * 4,
+        shared=warps * max(sizes.head_dim, sizes.index_dim) * 4, early=True,
     )  # fmt: skip
 
 
@@ -160,9 +160,10 @@ def select_few(index_q, handle: Attention, cache: AttentionCache, batch: Batch, 
             (tiles, at.rows), FEW_THREADS, index_q, index_q.stride(0), handle.index_q_weight, handle.eps,
             handle.cosines, handle.sines, at.segment_of_row, at.positions, at.pages, at.pages.shape[1],
             cache.index_pooled, _index_scale(sizes), keep_scores, scores, width, shared=_few_scoring_bytes(sizes),
+            early=True,
         )  # fmt: skip
     _chooser(sizes)(
-        at.rows, min(MOST_THREADS, _warps_for(width)), scores, width, at.positions, blocks, counts
+        at.rows, min(MOST_THREADS, _warps_for(width)), scores, width, at.positions, blocks, counts, early=True
     )  # fmt: skip
     return Selection(blocks, counts, _finished_alone(scores, batch, sizes) if keep_scores else None)
 
@@ -265,11 +266,11 @@ def read_few(q_gate, selection: Selection, handle: Attention, cache: AttentionCa
     kernels.load(f"{FOLDER}/read_few.cu", "read_parts", **macros)(
         (parts, _units(sizes), at.rows), READ_THREADS, q_gate, q_gate.stride(0), handle.q_weight, handle.eps,
         handle.cosines, handle.sines, at.segment_of_row, at.positions, at.pages, at.pages.shape[1], selection.blocks,
-        selection.counts, cache.keys, cache.values, _scale(sizes.head_dim), sums, edges, shared=shared,
+        selection.counts, cache.keys, cache.values, _scale(sizes.head_dim), sums, edges, shared=shared, early=True,
     )  # fmt: skip
     kernels.load(f"{FOLDER}/read_few.cu", "merge_parts", **macros)(
         (sizes.heads, at.rows), min(_rounded(sizes.head_dim, WARP), MOST_THREADS), sums, edges, parts, q_gate,
-        q_gate.stride(0), at.positions, selection.counts, out, shared=12 * parts,
+        q_gate.stride(0), at.positions, selection.counts, out, shared=12 * parts, early=True,
     )  # fmt: skip
     return out
 

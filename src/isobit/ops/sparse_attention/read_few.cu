@@ -18,6 +18,7 @@ extern "C" __global__ void __launch_bounds__(GROUP_THREADS) read_parts(
     const int* segment_of_row, const int* positions, const int* pages, int pages_width, const int* blocks,
     const int* counts, const half_bits* keys, const half_bits* values, float scale, float* sums_out, float* edges
 ) {
+    await_inputs();
     DYNAMIC_SHARED(PartScratch, shared);
     Scratch& group = shared->group;
     const int part = blockIdx.x, row_index = blockIdx.z, thread = threadIdx.x, parts = gridDim.x;
@@ -86,6 +87,7 @@ extern "C" __global__ void merge_parts(
     const float* sums, const float* edges, int parts, const float* q_gate, int q_step, const int* positions,
     const int* counts, float* out
 ) {
+    await_inputs();
     DYNAMIC_SHARED(Merge, merges);
     const int head = blockIdx.x, row = blockIdx.y;
     const int64 record = static_cast<int64>(row) * HEADS + head;

@@ -80,6 +80,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) score_few(
     const int* segment_of_row, const int* positions, const int* pages, int pages_width, const float* pooled,
     float scale, int all_rows, float* scores, int scores_step
 ) {
+    await_inputs();
     DYNAMIC_SHARED(Scratch, shared);
     Scratch& scratch = *shared;
     const int row = blockIdx.y, position = positions[row], finished = (position + 1) / BLOCK;

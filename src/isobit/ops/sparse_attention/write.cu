@@ -32,6 +32,7 @@ extern "C" __global__ void write_rows(
     const int* segment_of_row, const int* starts, const int* positions, const int* pages, int pages_width,
     half_bits* keys, half_bits* values, float* raw, float* pooled
 ) {
+    await_inputs();
     DYNAMIC_SHARED(float, scratch);
     float* work = scratch + warp_of_block() * SCRATCH;
     const int row = blockIdx.x, position = positions[row], segment = segment_of_row[row];
