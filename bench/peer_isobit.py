@@ -36,7 +36,7 @@ class Isobit:
     def step(self, tokens: Tokens) -> list[int]:
         """Feed one token to each stream; the next of each, greedy."""
         segments = [Segment(stream, (token,)) for stream, token in zip(self.streams, tokens, strict=True)]
-        return self._greedy(self.model.forward(self.state, Plan(tuple(segments))), len(tokens))
+        return self._greedy(Plan(tuple(segments)))
 
     def close(self) -> None:
         """Drop the streams."""
@@ -46,9 +46,12 @@ class Isobit:
 
     def _prefill(self, stream: Stream, prompt: Tokens) -> int:
         for first in range(0, len(prompt), self.segment_rows):
-            segment = Segment(stream, tuple(prompt[first : first + self.segment_rows]))
-            logits = self.model.forward(self.state, Plan((segment,)))
-        return self._greedy(logits, 1)[0]
+            tokens = tuple(prompt[first : first + self.segment_rows])
+            wanted = "last" if first + len(tokens) == len(prompt) else "none"
+            drawn = self._greedy(Plan((Segment(stream, tokens, wanted),)))
+        return drawn[0]
 
-    def _greedy(self, logits, count: int) -> list[int]:
-        return self.model.ops.to_host(self.model.ops.sample(logits, [GREEDY] * count).tokens).tolist()
+    def _greedy(self, plan: Plan) -> list[int]:
+        """Run a plan; the tokens of the rows it wants logits of."""
+        _, samples = self.model.draw(self.state, plan, [GREEDY] * len(plan.logit_rows))
+        return self.model.ops.samples_to_host(samples).tokens.tolist()

@@ -6,6 +6,7 @@ time that the bytes or operations take at the card's measured rates. --profile a
 
 import argparse
 import json
+import statistics
 import sys
 import time
 from functools import partial
@@ -35,6 +36,7 @@ class Lab:
         self.load_seconds = time.monotonic() - start
         self.state: StatePool = self.model.new_state(slots=8, pages=5 * pages_for(CONTEXT))
         self.rng = np.random.default_rng(0)
+        self.launch_ms: list[float] = []  # of each decoded round, what the host takes until all of it is launched
 
     def tokens(self, count: int) -> tuple[int, ...]:
         return tuple(self.rng.integers(0, self.model.config.vocab_size, count).tolist())
@@ -42,15 +44,18 @@ class Lab:
     def prefill(self, tokens: tuple[int, ...], segment: int) -> Stream:
         stream = self.state.open()
         for first in range(0, len(tokens), segment):
-            logits = self.model.forward(self.state, Plan((Segment(stream, tokens[first : first + segment]),)))
-        self.model.ops.to_host(self.model.ops.sample(logits, [Draw(position=len(tokens))]).tokens)
+            plan = Plan((Segment(stream, tokens[first : first + segment]),))
+            _, samples = self.model.draw(self.state, plan, [Draw(position=len(tokens))])
+        self.model.ops.samples_to_host(samples)
         return stream
 
     def decode(self, streams: list[Stream]) -> None:
+        start = time.perf_counter()
         plan = Plan(tuple(Segment(stream, (int(self.rng.integers(1000)),)) for stream in streams))
-        logits = self.model.forward(self.state, plan)
-        draws = [Draw(seed=1, position=stream.rows) for stream in streams]
-        self.model.ops.to_host(self.model.ops.sample(logits, draws).tokens)
+        draws = [Draw(seed=1, position=stream.rows + 1) for stream in streams]
+        _, samples = self.model.draw(self.state, plan, draws)
+        self.launch_ms.append(1e3 * (time.perf_counter() - start))
+        self.model.ops.samples_to_host(samples)
 
 
 def main() -> int:
@@ -95,11 +100,13 @@ def main() -> int:
             for _ in range(4):
                 lab.decode(streams[:lanes])
             floor = 1e3 * weight_bytes / COPY_RATE
+            lab.launch_ms.clear()
             note(
                 f"decode, {lanes} streams at {count}",
                 wall_milliseconds(partial(lab.decode, streams[:lanes]), 20),
                 floor,
             )
+            print(f"    of it the host, until all is launched: {statistics.median(lab.launch_ms):.2f} ms", flush=True)
         for stream in streams:
             lab.state.close(stream)
     stream = lab.prefill(lab.tokens(6144), 8192)

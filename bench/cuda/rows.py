@@ -22,7 +22,7 @@ from isobit.ops.gated_residual import cuda as residual
 from isobit.ops.linear.cuda_layers import TILE, HalfLayer
 from isobit.ops.norm import cuda as norm
 from isobit.ops.rows import cuda as rows_ops
-from isobit.ops.sample import Draw
+from isobit.ops.sample import Draw, packed_draws
 from isobit.ops.sample import cuda as sampling
 
 STREAMS, HIDDEN, RANK, VOCABULARY = 4, 2560, 320, 248_320
@@ -138,10 +138,6 @@ def row_entries(rows: int) -> Iterator[Entry]:
     yield entry(
         f"take_rows, {rows} rows", [lambda: rows_ops.take_rows(streams, index)], 2 * streams.nbytes, rounds=rounds
     )
-    wide = streams.view(rows, WIDE)
-    yield entry(
-        f"split_columns, {rows} rows", [lambda: rows_ops.split_columns(wide, HIDDEN)], 2 * wide.nbytes, rounds=rounds
-    )
 
 
 DRAWS = {
@@ -157,7 +153,7 @@ def sample_entries(rows: int) -> Iterator[Entry]:
     for kind, deviation in DEVIATIONS.items():
         logits = deviation * torch.randn((rows, VOCABULARY), device=memory.device())
         for name, draw in DRAWS.items():
-            draws = memory.to_device(sampling.packed_draws([draw] * rows))
+            draws = memory.to_device(packed_draws([draw] * rows))
             yield entry(f"sample, {rows} rows{kind}, {name}", [partial(sampling.sample, logits, draws)], logits.nbytes)
         yield entry(f"top_logprobs, {rows} rows{kind}", [partial(sampling.top_logprobs, logits, 20)], logits.nbytes)
 

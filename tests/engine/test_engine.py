@@ -135,7 +135,7 @@ def test_a_failing_forward_ends_its_request_and_no_other(engine, monkeypatch):
         raise ValueError("no such row")
 
     with monkeypatch.context() as patch:
-        patch.setattr(type(engine.model), "forward", broken)
+        patch.setattr(type(engine.model), "draw", broken)
         failed = reply(engine, Request(tokens, 3))[0]
     assert (failed.reason, failed.error) == ("error", "ValueError: no such row")
     assert reply(engine, Request(tokens, 3, Sampling(seed=4)))[0].tokens == expected.tokens
@@ -150,15 +150,15 @@ def test_a_listener_that_fails_does_not_stop_the_engine(engine):
 
 
 def test_a_logit_that_is_not_finite_ends_the_request(engine, monkeypatch):
-    forward = type(engine.model).forward
+    logits = type(engine.model).logits
 
-    def poisoned(model, state, plan, trace=None):
-        logits = forward(model, state, plan, trace)
-        logits[:, 7] = np.inf
-        return logits
+    def poisoned(model, streams, mixer):
+        values = logits(model, streams, mixer)
+        values[:, 7] = np.inf
+        return values
 
-    monkeypatch.setattr(type(engine.model), "forward", poisoned)
-    finished = reply(engine, Request(prompt(engine, 10), 2))[0]
+    monkeypatch.setattr(type(engine.model), "logits", poisoned)
+    finished = reply(engine, Request(prompt(engine, 10), 2, reuse=False))[0]
     assert finished.reason == "error"
     assert "not finite" in finished.error
 

@@ -1,5 +1,7 @@
 """The exactness matrix is green, covers what it says, and turns red when a defect is planted."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -7,8 +9,10 @@ from isobit.engine.rounds import Rounds
 from isobit.exact.cells import DIMENSIONS, Cell, all_cells, all_pairs, covering_cells
 from isobit.exact.matrix import compute, run_matrix
 from isobit.exact.workload import Laboratory
+from isobit.model import flash_next
 from isobit.model.state import StatePool
 from isobit.ops import set_threads, threads
+from isobit.ops.sample import packed_draws
 
 DRAFTED = Cell("deep whole", "among strangers", "half right", "fresh", "sampled", "2")
 RESUMED = Cell("batched", "alone", "off", "resumed", "greedy", "1")
@@ -79,12 +83,10 @@ def test_a_stale_kept_state_is_found(laboratory, monkeypatch):
 
 
 def test_draws_that_depend_on_company_are_found(laboratory, monkeypatch):
-    draw = laboratory.engine.model.ops.sample
-
-    def keyed_by_row(logits, draws):
-        return draw(logits, [d if i == 0 else type(d)(**{**vars(d), "position": 0}) for i, d in enumerate(draws)])
+    def keyed_by_row(draws):
+        return packed_draws([d if i == 0 else replace(d, position=0) for i, d in enumerate(draws)])
 
     subject = laboratory.subject(sampled=True)
-    monkeypatch.setattr(laboratory.engine.model.ops, "sample", keyed_by_row)
+    monkeypatch.setattr(flash_next, "packed_draws", keyed_by_row)
     cell = Cell("serial", "strangers mid-prefill", "half right", "fresh", "sampled", "1")
     assert compute(laboratory, subject, cell).difference is not None

@@ -10,6 +10,7 @@ from isobit.model.drafting import propose_mtp
 from isobit.model.load import load_model
 from isobit.model.plan import Plan, Segment
 from isobit.ops import load_ops, set_threads, threads
+from isobit.ops.sample import Draw
 
 STREAMS = 3
 STEPS = 240
@@ -39,11 +40,13 @@ def test_replayed_forwards_drafts_and_states_are_the_same_bytes(models, thread_c
     for step in range(STEPS):
         chosen = sorted(rng.choice(STREAMS, rng.integers(1, STREAMS + 1), replace=False).tolist())
         segments = [a_segment(rng, step) for _ in chosen]
-        logits = [
-            model.forward(state, Plan(tuple(Segment(own[i], *s) for i, s in zip(chosen, segments, strict=True))))
+        draws = [a_draw(rng) for tokens, wanted, _ in segments for _ in range(len(tokens) if wanted == "all" else 1)]
+        results = [
+            model.draw(state, Plan(tuple(Segment(own[i], *s) for i, s in zip(chosen, segments, strict=True))), draws)
             for model, state, own in zip(models, states, streams, strict=True)
         ]
-        assert logits[0].tobytes() == logits[1].tobytes()
+        found = [[x.tobytes() for x in (logits, *samples.arrays)] for logits, samples in results]
+        assert found[0] == found[1]
         for i, (tokens, _, journal) in zip(chosen, segments, strict=True):
             if journal:
                 kept = int(rng.integers(1, len(tokens) + 1))
@@ -68,6 +71,17 @@ def a_segment(rng, step):
     count = 20 if step < 2 else int(rng.choice([1, 1, 2]))
     tokens = tuple(rng.integers(0, 300, count).tolist())
     return tokens, "all" if count == 2 else "last", count == 2
+
+
+def a_draw(rng):
+    temperature, top_k = float(rng.choice([0.0, 0.7, 1.0])), int(rng.choice([0, 5]))
+    return Draw(temperature, top_k, 0.9, 0.01, seed=int(rng.integers(2**40)), position=int(rng.integers(1000)))
+
+
+def test_each_row_of_logits_needs_a_draw(models):
+    state = models[0].new_state(1, 4)
+    with pytest.raises(ValueError, match="2 draws for 1 rows of logits"):
+        models[0].draw(state, Plan((Segment(state.open(), (1, 2)),)), [Draw(), Draw()])
 
 
 def poison(model):

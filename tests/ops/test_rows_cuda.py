@@ -85,5 +85,7 @@ def test_a_pool_on_the_host_is_shifted_there():
 
 
 def test_elements_of_two_bytes_are_refused():
+    one = np.zeros(1, np.int32)
+    rows = cuda.zeros((2, 4), "float16")
     with pytest.raises(ValueError, match="expected of 4 bytes"):
-        cuda.split_columns(cuda.zeros((2, 4), "float16"), 2)
+        cuda.shift_rows(rows, rows, Batch(one, np.array([0, 2], np.int32), one, one[:, None]))

@@ -15,6 +15,7 @@ from isobit.errors import first_sentence
 OLDEST_CAPABILITY = (8, 0)
 EMULATED_MULTIPROCESSORS = 4
 PINNED_BYTES = 1 << 20  # an array of fewer bytes is copied at once, sooner than pinned memory is found for it
+DOWNLOAD_BYTES = 1 << 16  # that come to the host through pinned memory which is kept for it
 
 _emulated = False
 _emulated_capability = (0, 0)
@@ -133,4 +134,69 @@ def _writable(array: np.ndarray) -> np.ndarray:
 
 def to_host(tensor: torch.Tensor) -> np.ndarray:
     """A copy of a tensor as a NumPy array, after the device has finished it."""
-    return tensor.detach().cpu().numpy().copy() if _emulated else tensor.detach().cpu().numpy()
+    if _emulated:
+        return tensor.detach().cpu().numpy().copy()
+    if 0 < tensor.nbytes <= DOWNLOAD_BYTES and tensor.is_contiguous():
+        return Download(tensor).result()
+    return tensor.detach().cpu().numpy()
+
+
+def pinned(nbytes: int) -> torch.Tensor:
+    """Uninitialised host memory, uint8 [nbytes], that the device copies from and to without waiting."""
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=not _emulated)
+
+
+class Moment:
+    """A place in the current stream's work that the host can wait for; there is nothing to wait for at first."""
+
+    def __init__(self) -> None:
+        self._event = None if _emulated else torch.cuda.Event()
+
+    def mark(self) -> None:
+        """Let it be the end of what was given to the stream so far."""
+        if self._event is not None:
+            self._event.record()
+
+    def wait(self) -> None:
+        """Wait until the device has come there."""
+        if self._event is not None:
+            self._event.synchronize()
+
+
+class Download:
+    """A copy of a contiguous tensor on its way to the host: what the tensor holds when the stream comes here.
+
+    The tensor may be written to again at once. Of up to DOWNLOAD_BYTES the copy goes through memory that is kept.
+    """
+
+    def __init__(self, tensor: torch.Tensor):
+        self._shape, self._dtype = tuple(tensor.shape), torch.empty(0, dtype=tensor.dtype).numpy().dtype
+        self._slot = _slot(tensor.nbytes)
+        flat = tensor.detach().reshape(-1).view(torch.uint8)
+        self._slot[0][: tensor.nbytes].copy_(flat, non_blocking=True)
+        self._slot[1].mark()
+
+    def result(self) -> np.ndarray:
+        """The tensor's values, once they are there; to be asked for once."""
+        memory, arrived = self._slot
+        arrived.wait()
+        count = int(np.prod(self._shape, dtype=np.int64))
+        array = memory.numpy()[: count * self._dtype.itemsize].copy().view(self._dtype).reshape(self._shape)
+        # The emulator's memory is not pinned.
+        if len(memory) == DOWNLOAD_BYTES and not _emulated:
+            _free_slots.append(self._slot)
+        return array
+
+
+Slot = tuple[torch.Tensor, Moment]  # pinned memory, and when the last copy to it is done
+
+_free_slots: list[Slot] = []
+
+
+def _slot(nbytes: int) -> Slot:
+    if nbytes > DOWNLOAD_BYTES:
+        return pinned(nbytes), Moment()
+    try:
+        return _free_slots.pop()
+    except IndexError:
+        return pinned(DOWNLOAD_BYTES), Moment()

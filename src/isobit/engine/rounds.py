@@ -108,14 +108,15 @@ class Rounds:
             started = self.drafter.clock()
             # Other sizes of prompts seldom come again, and serial prompts are what all else is checked against.
             recurring = not any(turn.lane.prompt_left for turn in turns)
-            logits = self.model.forward(self.state, Plan(tuple(turn.segment for turn in turns), recurring))
+            plan = Plan(tuple(turn.segment for turn in turns), recurring)
+            logits, drawn = self.model.draw(self.state, plan, [draw for turn in turns for draw in turn.draws])
         except Exception as error:
             if not ran_out(error):
                 self._fail([turn.lane for turn in turns], error)
                 return []
             wanting = first_sentence(error)
         else:
-            self._take(turns, logits, started)
+            self._take(turns, logits, drawn, started)
             return []
         # The failed forward's arrays are freed only now that its traceback is gone.
         return self._smaller(turns, wanting)
@@ -144,10 +145,10 @@ class Rounds:
         turn.lane.tell_limit(rows)
         return replace(turn, tokens=turn.tokens[:rows], draws=())
 
-    def _take(self, turns: list[Turn], logits: Array, started: float) -> None:
-        """Sample the rows of a forward and take the results into the lanes."""
+    def _take(self, turns: list[Turn], logits: Array, drawn: Samples, started: float) -> None:
+        """Take what a forward gave and drew into the lanes."""
         try:
-            samples = self._sample(logits, [draw for turn in turns for draw in turn.draws])
+            samples = self.model.ops.samples_to_host(drawn)
         except Exception as error:
             self._fail([turn.lane for turn in turns], error)
             return
@@ -243,12 +244,7 @@ class Rounds:
     def _sample(self, logits: Array, draws: list[Draw]) -> Samples:
         """The draws of the rows of logits, on the host."""
         ops = self.model.ops
-
-        def sample() -> Samples:
-            samples = ops.sample(logits, draws)
-            return Samples(ops.to_host(samples.tokens), ops.to_host(samples.logprob), ops.to_host(samples.finite))
-
-        return self._with_more_memory(sample)
+        return self._with_more_memory(lambda: ops.samples_to_host(ops.sample(logits, draws)))
 
     def _row(self, logits: Array, row: int) -> np.ndarray:
         """One row of logits as a NumPy array."""

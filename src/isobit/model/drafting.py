@@ -1,17 +1,18 @@
 """Drafts from the MTP head: chains of tokens that may follow, for several streams at once."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import takewhile
 
 import numpy as np
 
 from isobit.model.blocks import Pass
-from isobit.model.flash_next import TRUNK, FlashNext
+from isobit.model.flash_next import DRAWS, TRUNK, FlashNext
 from isobit.model.mtp import draft_batch
 from isobit.model.state import StateFullError, StatePool, Stream
 from isobit.ops.batch import Array, Batch
 from isobit.ops.passes import PassInputs
-from isobit.ops.sample import Draw
+from isobit.ops.sample import Draw, packed_draws
 
 GREEDY = Draw(temperature=0.0)
 
@@ -33,35 +34,55 @@ def propose_mtp(
     """
     depths = [depth] * len(streams) if isinstance(depth, int) else list(depth)
     lengths = [_length(model, state, stream, wanted) for stream, wanted in zip(streams, depths, strict=True)]
+    # The longest chains first, so that those which go on are always the first rows.
+    order = sorted((i for i, length in enumerate(lengths) if length > 0), key=lambda i: -lengths[i])
+    chains = [Chain(streams[i], tokens[i], lengths[i], GREEDY if draws is None else draws[i]) for i in order]
     drafts: list[list[int]] = [[] for _ in streams]
-    active = [i for i, length in enumerate(lengths) if length > 0]
-    if not active:
-        return drafts
-    following = [tokens[i] for i in active]
-    residual = model.ops.take_rows(state.recurrent["mtp.streams"], [streams[i].slot for i in active])
-    for step in range(max(lengths)):
-        batch = draft_batch([streams[i] for i in active], step)
-        residual, logits = _draft_rows(model, state, batch, residual, following)
-        chosen = [GREEDY if draws is None else draws[i] for i in active]
-        positioned = [
-            replace(draw, position=streams[i].rows + 1 + step) for i, draw in zip(active, chosen, strict=True)
-        ]
-        drawn = model.ops.to_host(model.ops.sample(logits, positioned).tokens).tolist()
-        for i, token in zip(active, drawn, strict=True):
-            drafts[i] += [token] if token >= 0 else []
-        going_on = [row for row, i in enumerate(active) if drawn[row] >= 0 and step + 1 < lengths[i]]
-        if not going_on:
-            break
-        if len(going_on) < len(active):
-            residual = model.ops.take_rows(residual, going_on)
-        active, following = [active[row] for row in going_on], [drawn[row] for row in going_on]
+    for i, drawn in zip(order, _drawn_chains(model, state, chains), strict=True):
+        drafts[i] = list(takewhile(lambda token: token >= 0, drawn))
     return drafts
 
 
+@dataclass(frozen=True)
+class Chain:
+    """`length` tokens to draft after `token`, which follows a stream's rows, each drawn as `draw` says."""
+
+    stream: Stream
+    token: int
+    length: int
+    draw: Draw
+
+    def draw_at(self, step: int) -> Draw:
+        """How its token of a step is drawn, keyed by its absolute position."""
+        return replace(self.draw, position=self.stream.rows + 1 + step)
+
+
+def _drawn_chains(model: FlashNext, state: StatePool, chains: Sequence[Chain]) -> list[list[int]]:
+    """Each chain's tokens, -1 from a logit on that is not finite; longer chains before shorter ones.
+
+    A step's tokens go from the device's last step into the next, and to the host when all steps are under way.
+    """
+    ops, steps = model.ops, []
+    if not chains:
+        return []
+    residual = ops.take_rows(state.recurrent["mtp.streams"], [chain.stream.slot for chain in chains])
+    following = np.array([chain.token for chain in chains], np.int32)
+    for step in range(chains[0].length):
+        active = [chain for chain in chains if chain.length > step]
+        if len(active) < len(following):
+            residual, following = (ops.take_rows(rows, range(len(active))) for rows in (residual, following))
+        batch = draft_batch([chain.stream for chain in active], step)
+        draws = packed_draws([chain.draw_at(step) for chain in active])
+        residual, following = _draft_rows(model, state, batch, residual, following, draws)
+        steps.append(ops.download(following))
+    drawn = [arrived().tolist() for arrived in steps]
+    return [[tokens[row] for tokens in drawn[: chain.length]] for row, chain in enumerate(chains)]
+
+
 def _draft_rows(
-    model: FlashNext, state: StatePool, batch: Batch, residual: Array, following: Sequence[int]
+    model: FlashNext, state: StatePool, batch: Batch, residual: Array, following: Array, draws: np.ndarray
 ) -> tuple[Array, Array]:
-    """One draft row a stream: the head's output streams [R, S, H] and the logits [R, vocabulary]."""
+    """One draft row a stream: the head's output streams [R, S, H], and the tokens int32 [R] drawn from its logits."""
     head = model.mtp
     assert head is not None, "the checkpoint has no MTP head"
 
@@ -69,9 +90,9 @@ def _draft_rows(
         run = Pass(model.ops, state, given.batches[TRUNK], given)
         embedded = model.ops.embed(given.arrays["tokens"], model.embedding)
         out = head.propose(run, given.arrays["streams"], embedded)
-        return out, model.logits(out, head.mixer)
+        return out, model.ops.sample(model.logits(out, head.mixer), given.arrays[DRAWS]).tokens
 
-    arrays = {"tokens": np.array(following, dtype=np.int32), "streams": residual}
+    arrays = {"tokens": following, "streams": residual, DRAWS: draws}
     return model.ops.passes.run(("draft", state), PassInputs({TRUNK: batch}, arrays), draft)
 
 

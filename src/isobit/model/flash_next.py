@@ -1,6 +1,7 @@
 """Qwen3.8 Flash Next: one forward for decode, draft verification and prompt segments alike."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,8 +18,10 @@ from isobit.model.undo import Undo
 from isobit.ops import environment
 from isobit.ops.batch import Array
 from isobit.ops.passes import MOST_REPLAYED_ROWS, PassInputs
+from isobit.ops.sample import Draw, Samples, packed_draws
 
 TRUNK = "trunk"  # the batch of a forward's rows
+DRAWS = "draws"  # how tokens are drawn from its logits, packed
 DECODED_PANELS = 1 << 20  # float32 values of decoded weights that the threads hold at a time
 
 
@@ -41,24 +44,40 @@ class FlashNext:
         Returns the logits [L, vocabulary] float32 of the rows that the plan asks for, in row order. When it fails, the
         streams are what they were before; where that cannot be had it raises StateLostError.
         """
+        (logits,) = self._run(state, plan, {}, trace)
+        return logits
+
+    def draw(self, state: StatePool, plan: Plan, draws: Sequence[Draw]) -> tuple[Array, Samples]:
+        """`forward`, and a token drawn from each row of its logits, in one pass; one Draw a row.
+
+        The samples are the device's: `ops.samples_to_host` waits for them. Raises ValueError unless the draws are as
+        many as the rows.
+        """
+        if len(draws) != len(plan.logit_rows):
+            raise ValueError(f"{len(draws)} draws for {len(plan.logit_rows)} rows of logits")
+        logits, *samples = self._run(state, plan, {DRAWS: packed_draws(draws)}, None)
+        return logits, Samples(*samples)
+
+    def _run(self, state: StatePool, plan: Plan, arrays: dict[str, Any], trace: Trace | None) -> tuple[Array, ...]:
+        """The logits and, with draws among the arrays, the arrays of the samples."""
         undo = Undo(state, [segment.stream for segment in plan.segments])
         with environment.default(), undo.on_failure():
             undo.hold(layer.ngram.history for layer in self.layers if layer.ngram is not None)
-            inputs = self._inputs(state, plan)
+            inputs = self._inputs(state, plan, arrays)
             key = ("forward", state, state.journals_id if inputs.batches[TRUNK].journal_rows else None)
             with undo.running():
-                logits = self.ops.passes.run(
-                    key, inputs, lambda given: self._rows(state, given, trace), trace is None, undo.hold_rest
+                results = self.ops.passes.run(
+                    key, inputs, lambda given: self._results(state, given, trace), trace is None, undo.hold_rest
                 )
         for segment in plan.segments:
             segment.stream.rows += len(segment.tokens)
-        return logits
+        return results
 
-    def _inputs(self, state: StatePool, plan: Plan) -> PassInputs:
-        """What the plan's forward takes from the host."""
+    def _inputs(self, state: StatePool, plan: Plan, others: dict[str, Any]) -> PassInputs:
+        """What the plan's forward takes from the host; `others` among it."""
         batch, tokens = state.batch(plan), plan.tokens
         batches = {TRUNK: batch}
-        arrays: dict[str, Any] = {"tokens": tokens, "logit_rows": plan.logit_rows}
+        arrays: dict[str, Any] = {"tokens": tokens, "logit_rows": plan.logit_rows, **others}
         for layer in self.layers:
             if layer.ngram is not None:
                 fetch = partial(layer.ngram.fetch, self.ops, state, batch, tokens)
@@ -71,6 +90,12 @@ class FlashNext:
                 if len(rows) < batch.rows:
                     arrays[MTP_ROWS] = rows
         return PassInputs(batches, arrays, plan.recurring)
+
+    def _results(self, state: StatePool, inputs: PassInputs, trace: Trace | None) -> tuple[Array, ...]:
+        """The logits of a forward and, if it has draws, the arrays of its samples."""
+        logits = self._rows(state, inputs, trace)
+        draws = inputs.arrays.get(DRAWS)
+        return (logits,) if draws is None else (logits, *self.ops.sample(logits, draws).arrays)
 
     def _rows(self, state: StatePool, inputs: PassInputs, trace: Trace | None) -> Array:
         """All layers of a forward, and the logits that it asks for."""
@@ -85,9 +110,13 @@ class FlashNext:
             ops.gated_write(streams, *unwritten)
         if self.mtp is not None:
             self.mtp.follow(run, streams, embedded)
-        if not len(logit_rows):
-            return ops.zeros((0, self.config.vocab_size), "float32")
-        return self.logits(ops.take_rows(streams, logit_rows), self.mixer)
+        return self._wanted_logits(streams, logit_rows)
+
+    def _wanted_logits(self, streams: Array, rows: Array) -> Array:
+        """The logits of some rows of streams [R, S, H], ascending: [len(rows), vocabulary]."""
+        if not len(rows):
+            return self.ops.zeros((0, self.config.vocab_size), "float32")
+        return self.logits(streams if len(rows) == len(streams) else self.ops.take_rows(streams, rows), self.mixer)
 
     def logits(self, streams: Array, mixer: Handle) -> Array:
         """Collapse streams [L, S, H] and apply the head: [L, vocabulary]."""

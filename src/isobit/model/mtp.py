@@ -73,7 +73,7 @@ def completed_rows(batch: Batch) -> tuple[Batch | None, np.ndarray]:
 
     A segment at positions p.. completes the head's rows p-1..; position 0 completes none.
     """
-    if batch.first.all():
+    if all(batch.first.tolist()):
         return Batch(batch.slots, batch.starts, batch.first - 1, batch.pages), np.arange(batch.rows)
     keep = np.flatnonzero(batch.positions > 0)
     if not len(keep):

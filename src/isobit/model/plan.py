@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 import numpy as np
 
@@ -23,7 +24,9 @@ class Segment:
     def logit_rows(self, start: int) -> range:
         """The rows of the plan that this segment wants logits for, when it begins at row `start`."""
         end = start + len(self.tokens)
-        return {"last": range(end - 1, end), "all": range(start, end), "none": range(0)}[self.logits]
+        if self.logits == "none":
+            return range(0)
+        return range(end - 1 if self.logits == "last" else start, end)
 
 
 @dataclass(frozen=True)
@@ -46,16 +49,16 @@ class Plan:
     @cached_property
     def starts(self) -> np.ndarray:
         """int32 [S+1], where each segment begins among the rows."""
-        return np.cumsum([0] + [len(segment.tokens) for segment in self.segments], dtype=np.int32)
+        return np.array([0, *accumulate(len(segment.tokens) for segment in self.segments)], np.int32)
 
     @property
     def tokens(self) -> np.ndarray:
         """int32 [R], all rows' token ids."""
         return np.array([token for segment in self.segments for token in segment.tokens], dtype=np.int32)
 
-    @property
+    @cached_property
     def logit_rows(self) -> np.ndarray:
         """int64 [L], the rows that logits are wanted for, ascending."""
-        starts = self.starts
-        rows = [row for i, segment in enumerate(self.segments) for row in segment.logit_rows(int(starts[i]))]
+        starts = self.starts.tolist()
+        rows = [row for i, segment in enumerate(self.segments) for row in segment.logit_rows(starts[i])]
         return np.array(rows, dtype=np.int64)

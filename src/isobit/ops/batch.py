@@ -60,7 +60,7 @@ class Batch:
 
     @cached_property
     def _is_one_row_each(self) -> bool:
-        return self.rows == self.segments and bool((self.starts[1:] > self.starts[:-1]).all())
+        return self.rows == self.segments and self.starts.tolist() == [*range(self.segments + 1)]
 
 
 @dataclass(frozen=True)

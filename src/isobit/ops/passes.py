@@ -1,8 +1,8 @@
 """Running a whole forward: what it takes from the host is given apart from its steps, which a device can replay."""
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -30,6 +30,7 @@ class PassInputs:
 MOST_REPLAYED_ROWS = 64
 
 Body = Callable[[PassInputs], Any]
+T = TypeVar("T")
 Before = Callable[[], None]
 
 
@@ -56,28 +57,62 @@ class EagerPasses:
     def release(self) -> None:
         """Give up what is kept for forwards to come: nothing."""
 
+    def cut(self) -> None:
+        """Called by a body where a device may begin with what came before, while the host launches what follows."""
+
+    def beside(self, launch: Callable[[], T]) -> Callable[[], T]:
+        """Called by a body: call `launch`, whose steps a device may take while it takes the body's next ones.
+
+        Gives a function for what `launch` gives, to be called once, before the body ends or cuts: from there on those
+        steps are done. Until then nothing may be written or given up that they read, nor read or written what they
+        write.
+        """
+        given = launch()
+        return lambda: given
+
 
 def with_wide_pages(inputs: PassInputs) -> PassInputs:
-    """The inputs with page tables padded to a power of two of pages, so that a few recordings serve all lengths."""
+    """The inputs with page tables padded to the width of a recording, so that a few recordings serve all lengths."""
     batches = {name: padded(batch) for name, batch in inputs.batches.items()}
     return replace(inputs, batches=batches)
 
 
 def padded(batch: Batch) -> Batch:
-    """The batch with page 0 appended to each row of the page table, up to a power of two."""
-    width = batch.pages.shape[1]
-    wanted = 1 << max(width - 1, 0).bit_length()
-    if width == wanted:
+    """The batch with page 0 appended to each row of the page table, up to the width of a recording."""
+    wanted = recorded_pages(batch)
+    if batch.pages.shape[1] == wanted:
         return batch
     pages = np.zeros((batch.segments, wanted), np.int32)
-    pages[:, :width] = batch.pages
+    pages[:, : batch.pages.shape[1]] = batch.pages
     return replace(batch, pages=pages)
+
+
+def recorded_pages(batch: Batch) -> int:
+    """The width of the page tables of the recording that serves a batch: a power of two."""
+    return 1 << max(batch.pages.shape[1] - 1, 0).bit_length()
 
 
 def shapes(inputs: PassInputs) -> Hashable:
     """What a recording depends on, beside the values of its inputs."""
     batches = tuple(
-        (name, batch.rows, batch.segments, batch.pages.shape[1], batch.journal is not None, batch.journal_rows)
+        (name, batch.rows, batch.segments, recorded_pages(batch), batch.journal is not None, batch.journal_rows)
         for name, batch in inputs.batches.items()
     )
-    return batches, tuple((name, tuple(array.shape), str(array.dtype)) for name, array in inputs.arrays.items())
+    arrays = tuple((name, type(array), tuple(array.shape), array.dtype) for name, array in inputs.arrays.items())
+    return batches, arrays
+
+
+def arrays_of(batch: Batch) -> list[np.ndarray]:
+    """All arrays of a batch: slots, starts, first, pages, positions, segment_of_row and journal, if there is one."""
+    arrays = [batch.slots, batch.starts, batch.first, batch.pages, batch.positions, batch.segment_of_row]
+    return arrays if batch.journal is None else [*arrays, batch.journal]
+
+
+def write_batch(batch: Batch, places: Sequence[np.ndarray]) -> None:
+    """Copy `arrays_of(batch)` to places of their shapes; page 0 fills what is left of a wider page table."""
+    for place, array in zip(places, arrays_of(batch), strict=True):
+        if place.shape == array.shape:
+            place[...] = array
+        else:
+            width = array.shape[1]
+            place[:, :width], place[:, width:] = array, 0

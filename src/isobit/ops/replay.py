@@ -4,7 +4,7 @@ Of a small forward's time, much goes into the ops' Python code; a tape goes from
 """
 
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from threading import Lock
 from typing import Any
@@ -13,7 +13,7 @@ import numpy as np
 
 from isobit.ops import tape, threads
 from isobit.ops.batch import Batch
-from isobit.ops.passes import Before, Body, PassInputs, nothing, shapes, with_wide_pages
+from isobit.ops.passes import Before, Body, PassInputs, T, arrays_of, nothing, shapes, with_wide_pages, write_batch
 
 MOST_ROWS = 16  # of a forward that is replayed: more rows keep the kernels busy
 MOST_TAPES = 64
@@ -47,7 +47,7 @@ class TapePasses:
             return body(inputs)
         # All tapes share their memory.
         try:
-            return self._on_tape(key, with_wide_pages(inputs), body, before)
+            return self._on_tape(key, inputs, body, before)
         finally:
             self._busy.release()
 
@@ -56,6 +56,14 @@ class TapePasses:
         with self._busy:
             self._tapes.clear()
             self.arena = tape.Arena()
+
+    def cut(self) -> None:
+        """As `isobit.ops.passes.EagerPasses.cut` says: here nothing runs ahead."""
+
+    def beside(self, launch: Callable[[], T]) -> Callable[[], T]:
+        """As `isobit.ops.passes.EagerPasses.beside` says: here one step comes after the other."""
+        given = launch()
+        return lambda: given
 
     def _on_tape(self, key: Hashable, inputs: PassInputs, body: Body, before: Before) -> Any:
         """The outputs from a tape, which is recorded if there is none yet."""
@@ -68,7 +76,7 @@ class TapePasses:
         return found.replay(inputs)
 
     def _record(self, key: Hashable, inputs: PassInputs, body: Body) -> Any:
-        static = StaticInputs(inputs)
+        static = StaticInputs(with_wide_pages(inputs))
         with tape.recorded(self.arena) as recorder:
             outputs = body(static.given)
         if recorder is not None:
@@ -88,8 +96,7 @@ class StaticInputs:
     def fill(self, inputs: PassInputs) -> None:
         """Put other inputs of the same shapes in their places."""
         for name, batch in inputs.batches.items():
-            for own, new in zip(arrays_of(self.given.batches[name]), arrays_of(batch), strict=True):
-                np.copyto(own, new)
+            write_batch(batch, arrays_of(self.given.batches[name]))
         for name, array in inputs.arrays.items():
             np.copyto(self.given.arrays[name], array)
 
@@ -122,9 +129,3 @@ def batch_of_own(batch: Batch) -> Batch:
     own = Batch(slots, starts, first, pages, journal, batch.journal_rows)
     own.__dict__.update(positions=batch.positions.copy(), segment_of_row=batch.segment_of_row.copy())
     return own
-
-
-def arrays_of(batch: Batch) -> list[np.ndarray]:
-    """All arrays of a batch."""
-    arrays = [batch.slots, batch.starts, batch.first, batch.pages, batch.positions, batch.segment_of_row]
-    return arrays if batch.journal is None else [*arrays, batch.journal]

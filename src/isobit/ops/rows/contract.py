@@ -19,7 +19,7 @@ from isobit.ops.cases import (
 )
 from isobit.ops.contract import Case, Outputs, Span, register
 from isobit.ops.journaled import JournaledOp
-from isobit.ops.rows.cpu import fill_rows, put_rows, shift_rows, split_columns, take_rows, to_host, zeros
+from isobit.ops.rows.cpu import download, fill_rows, put_rows, shift_rows, split_columns, take_rows, to_host, zeros
 from isobit.ops.rows.reference import previous_rows
 
 ROWS = 20
@@ -93,12 +93,13 @@ class MoveRows:
             raise KeyError(implementation)
         chosen, x = stream_of_row(plan), given(case.inputs["x"])
         taken = take_rows(x, chosen)
+        sent = download(taken)
         left, right = split_columns(taken, case.inputs["column"])
         backwards = np.arange(len(chosen))[::-1]
         put, filled = in_place(zeros(taken.shape, taken.dtype)), in_place(taken)
         put_rows(put, backwards, taken[::-1])
         fill_rows(filled, backwards, FILL)
-        return {"taken": to_host(taken), "left": left, "right": right, "put": put, "filled": filled}
+        return {"taken": to_host(taken), "sent": sent(), "left": left, "right": right, "put": put, "filled": filled}
 
     def final_state(self, case: Case, state: Any) -> Outputs:
         return {}
@@ -106,7 +107,7 @@ class MoveRows:
     def reference(self, case: Case) -> Outputs:
         x, column = case.inputs["x"].astype(np.float64), case.inputs["column"]
         filled = np.full(x.shape, np.float64(FILL))
-        return {"taken": x, "left": x[:, :column], "right": x[:, column:], "put": x, "filled": filled}
+        return {"taken": x, "sent": x, "left": x[:, :column], "right": x[:, column:], "put": x, "filled": filled}
 
     def error_limit(self, case: Case, reference: Outputs) -> Outputs:
         return {name: np.zeros(()) for name in reference}

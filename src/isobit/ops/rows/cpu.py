@@ -1,6 +1,6 @@
 """Row movement on the CPU."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -9,7 +9,7 @@ from isobit.ops.buffers import empty
 from isobit.ops.journal import journal_arguments
 from isobit.ops.tape import do
 
-__all__ = ["fill_rows", "put_rows", "shift_rows", "split_columns", "take_rows", "to_host", "zeros"]
+__all__ = ["download", "fill_rows", "put_rows", "shift_rows", "split_columns", "take_rows", "to_host", "zeros"]
 
 Indices = np.ndarray | Sequence[int]
 
@@ -22,6 +22,11 @@ def zeros(shape: tuple[int, ...], dtype) -> np.ndarray:
 def to_host(x: np.ndarray) -> np.ndarray:
     """x as a NumPy array."""
     return x
+
+
+def download(x: np.ndarray) -> Callable[[], np.ndarray]:
+    """A function that gives x as a NumPy array, to be called once; on a device x is copied meanwhile, as it now is."""
+    return lambda: x
 
 
 def take_rows(x: np.ndarray, indices: Indices) -> np.ndarray:

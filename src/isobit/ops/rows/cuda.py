@@ -1,6 +1,6 @@
 """Row movement on CUDA. Arrays of whole numbers stay on the host, and so does what moves their rows."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ from isobit.cuda.batch import placed
 from isobit.ops.batch import Batch
 from isobit.ops.rows import cpu
 
-__all__ = ["fill_rows", "put_rows", "shift_rows", "split_columns", "take_rows", "to_host", "zeros"]
+__all__ = ["download", "fill_rows", "put_rows", "shift_rows", "split_columns", "take_rows", "to_host", "zeros"]
 
 Rows = torch.Tensor | np.ndarray
 Indices = torch.Tensor | np.ndarray | Sequence[int]
@@ -33,6 +33,14 @@ def zeros(shape: tuple[int, ...], dtype: Any) -> Rows:
 def to_host(x: Rows) -> np.ndarray:
     """x as a NumPy array, after the device has finished it."""
     return x if isinstance(x, np.ndarray) else memory.to_host(x)
+
+
+def download(x: Rows) -> Callable[[], np.ndarray]:
+    """A function that gives x as it now is in the stream's order, as a NumPy array; to be called once.
+
+    The host does not wait before that, and x may be written to again at once.
+    """
+    return (lambda: x) if isinstance(x, np.ndarray) else memory.Download(x).result
 
 
 def take_rows(x: Rows, indices: Indices) -> Rows:
@@ -115,22 +123,17 @@ def shift_rows(x: Rows, last: Rows, batch: Batch, journal: Rows | None = None) -
 
 
 def split_columns(x: Rows, column: int) -> tuple[Rows, Rows]:
-    """Copies of the columns before `column` and from it on: [R, N] -> [R, column], [R, N - column]; 4-byte elements."""
+    """The columns before `column` and from it on: [R, N] -> [R, column], [R, N - column]; on the device parts of x."""
     if isinstance(x, np.ndarray):
         return cpu.split_columns(x, column)
-    rows, width = x.shape
-    left, right = memory.empty((rows, column), x.dtype), memory.empty((rows, width - column), x.dtype)
-    if x.numel():
-        kernel, units = _of_units("split", width, x, left, right, columns=(column,))
-        kernel((-(-units // THREADS), rows), THREADS, x, left, right, units, column * units // width)
-    return left, right
+    return x[:, :column], x[:, column:]
 
 
-def _of_units(name: str, width: int, *arrays: Any, columns: tuple[int, ...] = ()) -> tuple[kernels.Kernel, int]:
+def _of_units(name: str, width: int, *arrays: torch.Tensor) -> tuple[kernels.Kernel, int]:
     """The kernel for rows of `width` 4-byte elements, and their width in its units: of 16 bytes where all fit."""
     if any(array.element_size() != 4 for array in arrays):
         raise ValueError(f"{name}: elements are {[array.dtype for array in arrays]}, expected of 4 bytes")
-    whole = not any(count % 4 for count in (width, *columns)) and not any(a.data_ptr() % 16 for a in arrays)
+    whole = width % 4 == 0 and not any(array.data_ptr() % 16 for array in arrays)
     return kernels.load(SOURCE, name, UNIT=16 if whole else 4), width // 4 if whole else width
 
 

@@ -53,11 +53,12 @@ class MoveRows(contract.MoveRows):
         x = given(case.inputs["x"]).view(np.int32) if on_host else on_device(case.inputs["x"])
         chosen, backwards = (memory.to_device(i) if indexed else i for i in (indices, reverse))
         taken = cuda.take_rows(x, chosen)
+        sent = cuda.download(taken)
         left, right = cuda.split_columns(taken, case.inputs["column"])
         put, filled = cuda.zeros(taken.shape, taken.dtype), self._copy(taken)
         cuda.put_rows(put, backwards, cuda.to_host(taken)[::-1].copy())
         cuda.fill_rows(filled, backwards, FILL.view(np.int32) if on_host else FILL)
-        outputs = {"taken": taken, "left": left, "right": right, "put": put, "filled": filled}
+        outputs = {"taken": taken, "sent": sent(), "left": left, "right": right, "put": put, "filled": filled}
         return {name: np.asarray(cuda.to_host(values)).view(np.float32) for name, values in outputs.items()}
 
     @staticmethod

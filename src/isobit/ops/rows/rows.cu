@@ -27,14 +27,3 @@ extern "C" __global__ void shift(const Unit* __restrict__ x, Unit* last, Unit* _
     }
     if (places && places[row] >= 0) journal[static_cast<int64>(places[row]) * width + column] = x[here];
 }
-
-// left [rows, column] and right [rows, width - column] from x [rows, width].
-extern "C" __global__ void split(const Unit* __restrict__ x, Unit* __restrict__ left, Unit* __restrict__ right,
-                                 int width, int column) {
-    const int at = blockIdx.x * blockDim.x + threadIdx.x;
-    const int64 row = blockIdx.y;
-    if (at >= width) return;
-    const Unit value = x[row * width + at];
-    if (at < column) left[row * column + at] = value;
-    else right[row * (width - column) + at - column] = value;
-}

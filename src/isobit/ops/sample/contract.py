@@ -8,7 +8,7 @@ import numpy as np
 from isobit.ops.cases import ALL_KINDS, given, rows_of_kinds, stream_of_row
 from isobit.ops.contract import Case, Outputs, Span, register
 from isobit.ops.sample import Draw, reference
-from isobit.ops.sample.cpu import sample, top_logprobs
+from isobit.ops.sample.cpu import sample, samples_to_host, top_logprobs
 from isobit.ops.work import forced_pieces
 
 PIECES = {"one_thread": 1, "three_threads": 3}
@@ -69,7 +69,8 @@ class Sample:
     def call(self, implementation: str, case: Case, state: Any, plan: Sequence[Span]) -> Outputs:
         rows = stream_of_row(plan)
         with forced_pieces(PIECES[implementation]):
-            samples = sample(given(case.inputs["logits"][rows]), [case.inputs["draws"][row] for row in rows])
+            drawn = sample(given(case.inputs["logits"][rows]), [case.inputs["draws"][row] for row in rows])
+        samples = samples_to_host(drawn)
         return {"token": samples.tokens, "logprob": samples.logprob, "finite": samples.finite}
 
     def final_state(self, case: Case, state: Any) -> Outputs:

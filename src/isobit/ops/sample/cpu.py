@@ -6,28 +6,34 @@ import numpy as np
 from numba import njit
 
 from isobit.ops.buffers import empty
-from isobit.ops.sample import Draw, Samples
+from isobit.ops.sample import Draw, Samples, packed_draws
 from isobit.ops.sample.order import descending_ids
 from isobit.ops.sample.philox import uniform
 from isobit.ops.scalar import exp64, log64, scalar_function
 from isobit.ops.work import run_split
 
-__all__ = ["sample", "top_logprobs"]
+__all__ = ["sample", "samples_to_host", "top_logprobs"]
 
 VALUE_WORK = 32  # element operations that one logit costs
-LOW_64_BITS = (1 << 64) - 1
+TOP_K, SEED, POSITION = 3, 4, 5  # words of a draw
 
 
-def sample(logits: np.ndarray, draws: Sequence[Draw]) -> Samples:
-    """Draw one token a row: logits float32 [R, V], one Draw a row. Any settings give a token; none are refused."""
-    rows = len(draws)
+def sample(logits: np.ndarray, draws: Sequence[Draw] | np.ndarray) -> Samples:
+    """Draw one token a row: logits float32 [R, V], one Draw a row, or `packed_draws` of them.
+
+    Any settings give a token; none are refused.
+    """
+    packed = draws if isinstance(draws, np.ndarray) else packed_draws(draws)
+    rows = len(packed)
     tokens, logprob, finite = empty((rows,), np.int32), empty((rows,), np.float64), empty((rows,), np.bool_)
-    filters = np.array([(draw.temperature, draw.top_p, draw.min_p) for draw in draws], np.float64).reshape(rows, 3)
-    top_k = np.array([min(max(draw.top_k, 0), logits.shape[1]) for draw in draws], np.int64)
-    keys = np.array([(draw.seed & LOW_64_BITS, draw.position & LOW_64_BITS) for draw in draws], np.uint64)
-    arguments = logits, filters, top_k, keys.reshape(rows, 2), tokens, logprob, finite
+    arguments = logits, packed.view(np.float64), packed.view(np.uint64), tokens, logprob, finite
     run_split(sample_rows, logits.size * VALUE_WORK, rows, *arguments)
     return Samples(tokens, logprob, finite)
+
+
+def samples_to_host(samples: Samples) -> Samples:
+    """The same as NumPy arrays, after the device has drawn them."""
+    return samples
 
 
 def top_logprobs(logits: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
@@ -43,8 +49,8 @@ def top_logprobs(logits: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def sample_rows(logits, filters, top_k, keys, tokens, logprob, finite, first, last):
-    """Rows first to last - 1. filters: [R, 3] of temperature, top_p, min_p; keys: uint64 [R, 2] of seed, position."""
+def sample_rows(logits, filters, words, tokens, logprob, finite, first, last):
+    """Rows first to last - 1. filters, words: packed draws [R, 6] as float64 and as uint64."""
     for row in range(first, last):
         values = logits[row]
         best = _best(values)
@@ -55,10 +61,11 @@ def sample_rows(logits, filters, top_k, keys, tokens, logprob, finite, first, la
         highest = np.float64(values[best])
         temperature = filters[row, 0]
         if temperature > 0.0:
-            kept = top_k[row] if top_k[row] > 0 else len(values)
+            top_k = words[row, TOP_K]
+            kept = np.int64(top_k) if 0 < top_k < len(values) else len(values)
             ids = descending_ids(values, kept)
             weights = _weights(values, ids, highest, temperature)
-            target = uniform(keys[row, 0], keys[row, 1])
+            target = uniform(words[row, SEED], words[row, POSITION])
             tokens[row] = ids[_drawn_rank(weights, filters[row, 1], filters[row, 2], target)]
         logprob[row] = np.float64(values[tokens[row]]) - highest - _log_sum(values, highest)
 

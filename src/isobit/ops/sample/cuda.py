@@ -7,37 +7,44 @@ import numpy as np
 import torch
 
 from isobit.cuda import kernels, memory
-from isobit.ops.sample import Draw, Samples
+from isobit.ops.sample import Draw, Samples, packed_draws
 
-__all__ = ["sample", "top_logprobs"]
+__all__ = ["sample", "samples_to_host", "top_logprobs"]
 
 SOURCE = "ops/sample/sample.cu"
 CHUNK, BINS = 2048, 2048  # as in sums.cuh
 CHUNK_THREADS = 256
-DRAW_FIELDS = 6
 MOST_SORTED = 2048
 MOST_IDS = 1 << 21  # whose sum is exact
-LOW_64_BITS = (1 << 64) - 1
+SAMPLE_BYTES = 8 + 4 + 1  # of a row's logprob, token, finite
 
 
-def sample(logits: torch.Tensor | np.ndarray, draws: Sequence[Draw] | torch.Tensor) -> Samples:
-    """Draw one token a row: logits float32 [R, V], one Draw a row, or `packed_draws` of them on the device.
+def sample(logits: torch.Tensor | np.ndarray, draws: Sequence[Draw] | np.ndarray | torch.Tensor) -> Samples:
+    """Draw one token a row: logits float32 [R, V], one Draw a row, or `packed_draws` of them, on the device or not.
 
-    Any settings give a token; none are refused. Raises ValueError for more than 2^21 ids.
+    Any settings give a token; none are refused. Raises ValueError for more than 2^21 ids. Nothing depends on a value,
+    so that the call can be captured in a graph.
     """
     logits = _placed(logits)
     rows, width = logits.shape
-    tokens, logprob = memory.empty((rows,), torch.int32), memory.empty((rows,), torch.float64)
-    finite = memory.empty((rows,), torch.bool)
+    samples = _room_for(rows)
     if not rows:
-        return Samples(tokens, logprob, finite)
+        return samples
     if not isinstance(draws, torch.Tensor):
-        draws = memory.to_device(packed_draws(draws))
+        draws = memory.to_device(draws if isinstance(draws, np.ndarray) else packed_draws(draws))
     sums = _Sums(logits, draws)
     kernel = kernels.load(SOURCE, "draw_tokens", THREADS=draw_threads())
     searched = sums.best, sums.totals, *sums.bins, sums.masks, sums.above
-    kernel(rows, draw_threads(), logits, width, sums.chunks, draws, *searched, tokens, logprob, finite)
-    return Samples(tokens, logprob, finite)
+    drawn = samples.tokens, samples.logprob, samples.finite
+    kernel(rows, draw_threads(), logits, width, sums.chunks, draws, *searched, *drawn)
+    return samples
+
+
+def samples_to_host(samples: Samples) -> Samples:
+    """The same as NumPy arrays, in one copy, after the device has drawn them."""
+    packed, rows = memory.to_host(samples.packed), len(samples.tokens)
+    logprobs, tokens = packed[: 8 * rows].view(np.float64), packed[8 * rows : 12 * rows].view(np.int32)
+    return Samples(tokens, logprobs, packed[12 * rows :].view(np.bool_))
 
 
 def top_logprobs(logits: torch.Tensor | np.ndarray, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -60,15 +67,11 @@ def top_logprobs(logits: torch.Tensor | np.ndarray, count: int) -> tuple[torch.T
     return ids, logprobs
 
 
-def packed_draws(draws: Sequence[Draw]) -> np.ndarray:
-    """int64 [R, 6]: the bits of temperature, top_p and min_p (float64), then top_k, seed and position."""
-    packed = np.zeros((len(draws), DRAW_FIELDS), np.int64)
-    for row, draw in enumerate(draws):
-        packed[row, :3] = np.array([draw.temperature, draw.top_p, draw.min_p], np.float64).view(np.int64)
-        packed[row, 3] = min(max(draw.top_k, 0), MOST_IDS)
-        words = np.array([draw.seed & LOW_64_BITS, draw.position & LOW_64_BITS], np.uint64)
-        packed[row, 4:] = words.view(np.int64)
-    return packed
+def _room_for(rows: int) -> Samples:
+    """Uninitialised samples of so many rows: in their array all logprobs, then all tokens, then all `finite`."""
+    packed = memory.empty((rows * SAMPLE_BYTES,), torch.uint8)
+    logprobs, tokens, finite = torch.split(packed, [8 * rows, 4 * rows, rows])
+    return Samples(tokens.view(torch.int32), logprobs.view(torch.float64), finite.view(torch.bool), packed)
 
 
 def draw_threads() -> int:

@@ -12,6 +12,7 @@ from isobit.ops.batch import AttentionCache, Selection
 from isobit.ops.cases import SMALLEST, UNIT, rows_of_plan
 from isobit.ops.contract import Case, Outputs, Span, register
 from isobit.ops.device_cases import DeviceState, on_device, to_host
+from isobit.ops.rows.cuda import split_columns
 from isobit.ops.sparse_attention import contract, cuda, reference
 from isobit.ops.sparse_attention.contract import HALF_SMALLEST, HALF_UNIT, Shape, lengths, product_roundings
 
@@ -159,8 +160,10 @@ class SparseAttention(OnDevice, contract.SparseAttention):
     row_edges = (cuda.SCORE_TILE_ROWS, cuda.MOST_FEW_ROWS)
 
     def call(self, implementation: str, case: Case, state: Any, plan: Sequence[Span]) -> Outputs:
-        names = ("k", "v", "index_k", "index_q", "q_gate")
-        k, v, index_k, index_q, q_gate = (on_device(rows_of_plan(plan, case.inputs[name])) for name in names)
+        k, v, q_gate = (on_device(rows_of_plan(plan, case.inputs[name])) for name in ("k", "v", "q_gate"))
+        index = [rows_of_plan(plan, case.inputs[name]) for name in ("index_q", "index_k")]
+        # As in the model, both are columns of one array.
+        index_q, index_k = split_columns(on_device(np.concatenate(index, axis=1)), index[0].shape[1])
         shared = state.device, state.device_cache, contract.batch_of(case, state, plan)
         cuda.attention_write(k, v, index_k, *shared)
         selection = select(implementation, index_q, *shared)
