@@ -121,6 +121,7 @@ def test_replays_follow_the_tokens_positions_pages_slots_journals_and_draws(mode
     assert streams[0][0].rows > PAGE_ROWS
     graphs = models[1].ops.passes._graphs
     assert graphs.replays > STEPS // 2
+    assert graphs.cuts >= 1
 
 
 def a_stream(state: StatePool, rows: int) -> Stream:

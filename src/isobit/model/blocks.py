@@ -1,11 +1,12 @@
 """The blocks of Flash Next as compositions of ops. No block does arithmetic: it passes opaque arrays on."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from isobit.model.state import StatePool
 from isobit.model.trace import Trace
-from isobit.ops.batch import Array, Batch
+from isobit.ops.batch import Array, Batch, Selection
 from isobit.ops.passes import PassInputs
 
 Handle = Any  # what an op's prepare function returned
@@ -43,10 +44,12 @@ class GatedDeltaNet:
         """[R, H] -> [R, H]."""
         ops, pools = run.ops, run.state.recurrent
         conv, recurrent = f"{self.name}.conv", f"{self.name}.recurrent"
-        qkv, z, a, b = ops.linears(x, (self.in_qkv, self.in_z, self.in_a, self.in_b))
+        qkv, a, b = ops.linears(x, (self.in_qkv, self.in_a, self.in_b))
+        # The recurrence waits more than it computes, and needs no z.
+        z = ops.passes.beside(partial(ops.linear, x, self.in_z))
         qkv = ops.causal_conv(qkv, self.delta, pools[conv], run.batch, run.journal(conv))
         mixed = ops.delta_rule(qkv, a, b, self.delta, pools[recurrent], run.batch, run.journal(recurrent))
-        return ops.linear(ops.gated_norm(mixed, z, self.delta), self.out)
+        return ops.linear(ops.gated_norm(mixed, z(), self.delta), self.out)
 
 
 @dataclass(frozen=True)
@@ -65,23 +68,24 @@ class SparseAttention:
     def __call__(self, run: Pass, x: Array) -> Array:
         """[R, H] -> [R, H]."""
         ops, cache = run.ops, run.state.caches[self.name]
-        q, *written = ops.linears(x, (self.q, self.index_qk, self.k, self.v))
-        index_q = self._write(run, *written)
+        selection = ops.passes.beside(partial(self._select, run, x))
+        q = ops.linear(x, self.q)
+        return ops.linear(ops.attention_read(q, selection(), self.attention, cache, run.batch), self.out)
+
+    def _select(self, run: Pass, x: Array) -> Selection:
+        """Write the rows of x [R, H] to the cache; returns what each of them reads."""
+        cache, index_q = run.state.caches[self.name], self.write(run, x)
         keep_scores = run.trace is not None
-        selection = ops.attention_select(index_q, self.attention, cache, run.batch, keep_scores=keep_scores)
+        selection = run.ops.attention_select(index_q, self.attention, cache, run.batch, keep_scores=keep_scores)
         if run.trace is not None:
             record = run.trace.layer(self.name)
             record.blocks, record.block_counts = selection.blocks, selection.counts
             record.block_scores = selection.scores
-        mixed = ops.attention_read(q, selection, self.attention, cache, run.batch)
-        return ops.linear(mixed, self.out)
+        return selection
 
-    def write(self, run: Pass, x: Array) -> None:
-        """Write the keys and values of x [R, H] to the cache."""
-        self._write(run, *run.ops.linears(x, (self.index_qk, self.k, self.v)))
-
-    def _write(self, run: Pass, index_qk: Array, k: Array, v: Array) -> Array:
-        """Write the rows' keys and values to the cache; returns the indexer's queries."""
+    def write(self, run: Pass, x: Array) -> Array:
+        """Write the keys and values of x [R, H] to the cache; returns the indexer's queries."""
+        index_qk, k, v = run.ops.linears(x, (self.index_qk, self.k, self.v))
         index_q, index_k = run.ops.split_columns(index_qk, self.index_split)
         run.ops.attention_write(k, v, index_k, self.attention, run.state.caches[self.name], run.batch)
         return index_q

@@ -22,6 +22,7 @@ from isobit.ops.sample import Draw, Samples, packed_draws
 
 TRUNK = "trunk"  # the batch of a forward's rows
 DRAWS = "draws"  # how tokens are drawn from its logits, packed
+FIRST_LAYERS = 3  # keep a device busy while the host launches the others
 DECODED_PANELS = 1 << 20  # float32 values of decoded weights that the threads hold at a time
 
 
@@ -104,13 +105,21 @@ class FlashNext:
         embedded = ops.embed(inputs.arrays["tokens"], self.embedding)
         streams = ops.expand_streams(embedded, self.config.hc_count)
         unwritten = None
-        for layer in self.layers:
+        for number, layer in enumerate(self.layers):
+            if number == FIRST_LAYERS:
+                ops.passes.cut()
             unwritten = layer(run, streams, unwritten)
         if unwritten is not None:
             ops.gated_write(streams, *unwritten)
+        followed = ops.passes.beside(partial(self._follow, run, streams, embedded))
+        logits = self._wanted_logits(streams, logit_rows)
+        followed()
+        return logits
+
+    def _follow(self, run: Pass, streams: Array, embedded: Array) -> None:
+        """What the MTP head, if there is one, keeps of a forward's rows: streams [R, S, H], embedded [R, H]."""
         if self.mtp is not None:
             self.mtp.follow(run, streams, embedded)
-        return self._wanted_logits(streams, logit_rows)
 
     def _wanted_logits(self, streams: Array, rows: Array) -> Array:
         """The logits of some rows of streams [R, S, H], ascending: [len(rows), vocabulary]."""
