@@ -1,6 +1,7 @@
 """The blocks of Flash Next as compositions of ops. No block does arithmetic: it passes opaque arrays on."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -22,6 +23,7 @@ class Pass:
     batch: Batch
     inputs: PassInputs
     trace: Trace | None = None
+    begun: dict[str, Callable[[], Any]] = field(default_factory=dict)  # what runs ahead of its block, by its name
 
     def journal(self, name: str) -> Array | None:
         """The journal of the recurrent pool `name`, None when this forward journals nothing."""
@@ -139,12 +141,22 @@ class NgramInjection:
         ids = ops.ngram_ids(tokens, state.recurrent[self.history], self.table, self.end_token, batch, journal)
         return ops.ngram_fetch(ids, self.table)
 
+    def begin(self, run: Pass) -> None:
+        """Compute ahead what no stream goes into, unless the rows are only fetched when they are needed."""
+        if not callable(run.inputs.arrays[self.input_name]):
+            run.begun[self.input_name] = run.ops.passes.beside(partial(self._key_and_value, run))
+
+    def _key_and_value(self, run: Pass) -> tuple[Array, Array]:
+        """[R, S*H] and [R, H]."""
+        rows = run.ops.ngram_decode(run.inputs.array(self.input_name), self.table)
+        return run.ops.linear(rows, self.key), run.ops.linear(rows, self.value)
+
     def __call__(self, run: Pass, streams: Array) -> None:
         """Adds to streams [R, S, H] in place."""
         ops, pools = run.ops, run.state.recurrent
         conv = f"{self.name}.ngram_conv"
-        rows = ops.ngram_decode(run.inputs.array(self.input_name), self.table)
-        key, value = ops.linear(rows, self.key), ops.linear(rows, self.value)
+        begun = run.begun.get(self.input_name)
+        key, value = self._key_and_value(run) if begun is None else begun()
         ops.ple_inject(streams, key, value, self.ple, pools[conv], run.batch, run.journal(conv))
 
 

@@ -104,6 +104,9 @@ class FlashNext:
         run = Pass(ops, state, inputs.batches[TRUNK], inputs, trace)
         embedded = ops.embed(inputs.arrays["tokens"], self.embedding)
         streams = ops.expand_streams(embedded, self.config.hc_count)
+        for layer in self.layers[:FIRST_LAYERS]:
+            if layer.ngram is not None:
+                layer.ngram.begin(run)
         unwritten = None
         for number, layer in enumerate(self.layers):
             if number == FIRST_LAYERS:
