@@ -1,16 +1,14 @@
 """Kernels of few rows on this GPU, one after the other in a graph: `python bench/cuda/few_rows.py [--layers 16]`.
 
 Microseconds a call of chains of 48 calls at real widths, each with the next layer's weights: kernels that begin when
-the one before has ended, beside kernels that begin early and read their weights meanwhile, and these without plain
-layers' warpgroups; and a whole forward of few rows. All must give the same bytes; exit code 1 if they do not, or if a
-graph cannot be had.
+the one before has ended, beside kernels that begin early and read their weights meanwhile; and a whole forward of few
+rows. Both must give the same bytes; exit code 1 if they do not, or if a graph cannot be had.
 """
 
 import argparse
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import cycle, islice
 from unittest.mock import patch
@@ -79,15 +77,6 @@ def same_bytes(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) ->
 
 def normal(*shape: int) -> torch.Tensor:
     return torch.randn(shape, device=memory.device())
-
-
-@contextmanager
-def without_warpgroups() -> Iterator[None]:
-    """Plain layers carry their chains by a warp's products, as on other architectures."""
-    linear.plain_shape.cache_clear()
-    with patch.object(linear, "WARPGROUP_ARCHITECTURES", ()):
-        yield
-    linear.plain_shape.cache_clear()
 
 
 def layer_chain(what: str, layers: Sequence, rows: int) -> Chain:
@@ -219,15 +208,12 @@ def main() -> int:
         for chain in chains(model, rows):
             try:
                 (late, expected), (early, found) = (replayed(chain, early) for early in (False, True))
-                with without_warpgroups():
-                    by_warps, also_expected = replayed(chain, True)
             except (RuntimeError, KernelError) as error:
                 print(f"{chain.what:56} FAILED: {error}", flush=True)
                 different += 1
                 continue
             floor = f"floor {1e6 * chain.nbytes / COPY_RATE:6.2f}"
-            same = same_bytes(expected, found) and same_bytes(expected, also_expected)
-            note(chain.what, late, early, f"by warps {by_warps:8.2f}   {floor}", same)
+            note(chain.what, late, early, floor, same_bytes(expected, found))
         print(f"--- {rows} rows, milliseconds a forward of {arguments.layers} layers ---")
         (late, expected), (early, found) = (forwards(model, rows, early) for early in (False, True))
         note("forward", late, early, "", same_bytes(expected, found))

@@ -3,10 +3,19 @@
 
 constexpr int CHAINS = 8;
 
+// The sums of the four bytes of each of four words, by one integer tensor product: of reg i in sum i.
+DEVICE void byte_sums(const unsigned words[4], unsigned b0, unsigned b1, int sums[4]) {
+#ifndef EMULATED
+    asm volatile(
+        "mma.sync.aligned.m16n8k32.row.col.s32.u8.u8.s32 {%0,%2,%1,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%10,%10,%10};"
+        : "=r"(sums[0]), "=r"(sums[1]), "=r"(sums[2]), "=r"(sums[3])
+        : "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3]), "r"(b0), "r"(b1), "r"(0x6400));
+#endif
+}
+
 // out [threads]: each thread's chains of `count` operations each.
 extern "C" __global__ void __launch_bounds__(256) operations(unsigned* out, unsigned start, int count) {
     const unsigned thread = blockIdx.x * blockDim.x + threadIdx.x;
-    const OwnBytes own(threadIdx.x % WARP);
     unsigned v[CHAINS];
 #pragma unroll
     for (int i = 0; i < CHAINS; i++) v[i] = start + thread * CHAINS + i;
@@ -24,15 +33,16 @@ extern "C" __global__ void __launch_bounds__(256) operations(unsigned* out, unsi
 #elif OPERATION == 5
 #pragma unroll
         for (int i = 0; i < CHAINS; i += 4) {
-            const unsigned words[4] = {v[i], v[i + 1], v[i + 2], v[i + 3]}, added[4] = {start, start, start, start};
-            mma_bytes_16x8x32(v + i, words, own.ones, added);
+            int sums[4];
+            byte_sums(v + i, start, start, sums);
+#pragma unroll
+            for (int j = 0; j < 4; j++) v[i + j] = sums[j];
         }
 #else
 #pragma unroll
-        for (int i = 0; i < CHAINS; i += 4) {
-            unsigned pairs[2];
-            codebook_values<MUL1>(v + i, own, pairs);
-            v[i] = pairs[0], v[i + 1] = pairs[1], v[i + 2] = pairs[0] + n, v[i + 3] = pairs[1] + n;
+        for (int i = 0; i < CHAINS; i += 2) {
+            const unsigned pair = codebook_values<MUL1>(v[i], v[i + 1]);
+            v[i] = pair, v[i + 1] = pair + n;
         }
 #endif
     }

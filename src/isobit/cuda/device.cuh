@@ -70,14 +70,6 @@ DEVICE void mma_16x8x16(float c[4], const unsigned a[4], const unsigned b[2]) {
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-// mma.sync m16n8k32: sums (16x8) = a (16x32, row major) b (32x8, column major) + added, bytes in, exact int32 sums.
-DEVICE void mma_bytes_16x8x32(unsigned sums[4], const unsigned a[4], const unsigned b[2], const unsigned added[4]) {
-    asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.u8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};"
-        : "=r"(sums[0]), "=r"(sums[1]), "=r"(sums[2]), "=r"(sums[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]),
-          "r"(added[0]), "r"(added[1]), "r"(added[2]), "r"(added[3]));
-}
-
 DEVICE unsigned shared_address(const void* pointer) {
     return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
 }

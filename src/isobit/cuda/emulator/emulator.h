@@ -219,26 +219,6 @@ static inline void mma_16x8x16(float c[4], const unsigned a[4], const unsigned b
     });
 }
 
-static inline void mma_bytes_16x8x32(unsigned sums[4], const unsigned a[4], const unsigned b[2],
-                                     const unsigned added[4]) {
-    struct Operands { unsigned a[4], b[2]; };
-    const int lane = emulator::rank() % 32, group = lane / 4, pair = lane % 4;
-    Operands own = {{a[0], a[1], a[2], a[3]}, {b[0], b[1]}};
-    emulator::exchange(own, [&](auto of) {
-        for (int i = 0; i < 4; i++) {
-            unsigned sum = added[i];
-            for (int word = 0; word < 8; word++) {
-                const unsigned left = of(group * 4 + word % 4).a[2 * (word / 4) + i / 2];
-                const unsigned right = of((2 * pair + i % 2) * 4 + word % 4).b[word / 4];
-                if (right == 0) continue;
-                for (int shift = 0; shift < 32; shift += 8) sum += (left >> shift & 0xFF) * (right >> shift & 0xFF);
-            }
-            sums[i] = sum;
-        }
-        return 0;
-    });
-}
-
 static inline void load_matrix(unsigned r[4], const void* row, bool transposed) {
     const int lane = emulator::rank() % 32;
     if (reinterpret_cast<uintptr_t>(row) % 16) emulator::problem = "a matrix row is not aligned to 16 bytes";

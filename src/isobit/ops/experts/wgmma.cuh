@@ -1,4 +1,4 @@
-// Warpgroup products of Hopper: 64 outputs from registers times 8 to 160 rows of halves in shared memory.
+// Warpgroup products of Hopper: 64 outputs from registers times 32 to 160 rows of halves in shared memory.
 //
 // The accumulator's registers are laid out as those of mma_16x8x16, group of 8 rows after group, for each of the four
 // warps' 16 outputs; so is the A operand.
@@ -12,13 +12,6 @@ DEVICE void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n
 
 // Let products see what this thread has copied to shared memory.
 DEVICE void wgmma_publish() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-
-// Tiles of 16 inputs of 8 rows each, 256 bytes apart from an address that is a multiple of 16: the first 8 inputs of the
-// rows, then the others.
-DEVICE uint64 wgmma_tile_descriptor(const void* tile) {
-    constexpr uint64 other_inputs = 128 >> 4, other_rows = 256 >> 4;
-    return (shared_address(tile) & 0x3FFFFu) >> 4 | other_inputs << 16 | other_rows << 32;
-}
 
 // Rows of 64 halves, 128 bytes apart from an address that is a multiple of 1024, the 16-byte pieces of row r swapped
 // so that piece p is at p ^ r % 8.
@@ -43,10 +36,7 @@ DEVICE uint64 wgmma_descriptor(const void* rows) {
 // sums [64 outputs, ROWS] += a [64, 16] times 16 inputs of the rows; ends asynchronously.
 template <int ROWS>
 DEVICE void wgmma(float* c, const unsigned a[4], uint64 b) {
-    static_assert(ROWS == 8 || ROWS == 32 || ROWS == 64 || ROWS == 96 || ROWS == 128 || ROWS == 160, "no such product");
-    if constexpr (ROWS == 8)
-        asm volatile(WGMMA("8", "%0,%1,%2,%3", "%4", "%5", "%6", "%7", "%8")
-                     : WGMMA_FOUR(c, 0) : WGMMA_OPERANDS(a, b));
+    static_assert(ROWS == 32 || ROWS == 64 || ROWS == 96 || ROWS == 128 || ROWS == 160, "no such product");
     if constexpr (ROWS == 32)
         asm volatile(WGMMA("32", WGMMA_16, "%16", "%17", "%18", "%19", "%20")
                      : WGMMA_SUMS(c, 0) : WGMMA_OPERANDS(a, b));

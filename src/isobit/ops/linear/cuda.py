@@ -40,8 +40,6 @@ WIDE_COLUMNS = 16  # of tiles for each multiprocessor, from which on every warp 
 WIDE_STAGES = 3
 MOST_FEEDERS = 14  # warps of a block of a plain layer that feed its chains
 CHUNKS = ((8, 1, 1, 16), (16, 2, 1, 16), (32, 2, 2, 8), (64, 2, 4, 4))  # by the operand's columns: PlainShape's middle
-WARPGROUP_COLUMNS, WARPGROUP_WARPS = 8, 4  # of the operand, at most, whose chains a warpgroup carries
-WARPGROUP_ARCHITECTURES = ((9, 0),)
 ALONE_BYTES, PAIRED_BYTES = 208 << 10, 104 << 10  # of chunks in a block that has a multiprocessor alone, or shares it
 CHAIN_OUTPUTS, CHAIN_WARPS = 32, 4  # of a block of the fused chain
 CHAIN_THREAD_ROWS = (2, 8)  # of few rows and of many
@@ -285,17 +283,14 @@ class PlainShape:
     chain_warps: int
     chunk_tiles: int
     feeders: int
-    warpgroup: bool
 
     @property
     def defines(self) -> dict[str, int]:
-        sizes = {"ROW_TILES": self.row_tiles, "CHAIN_WARPS": self.chain_warps, "CHUNK_TILES": self.chunk_tiles}
-        return {**sizes, "WARPGROUP": int(self.warpgroup)}
+        return {"ROW_TILES": self.row_tiles, "CHAIN_WARPS": self.chain_warps, "CHUNK_TILES": self.chunk_tiles}
 
     def chunk_bytes(self, parts: int) -> int:
         """What a chunk's weights and operand take."""
-        columns = WARPGROUP_COLUMNS if self.warpgroup else self.block_rows * parts
-        return self.chunk_tiles * WARP * (ALIGNED + columns)
+        return self.chunk_tiles * WARP * (ALIGNED + self.block_rows * parts)
 
 
 @cache
@@ -306,9 +301,7 @@ def plain_shape(parts: int, columns: int, shards: int, blocks: int, rows: int) -
     alone = columns * shards * -(-rows // block_rows) <= memory.multiprocessors()
     most_tiles = -(-blocks // shards) * BLOCK // TILE
     chunks = -(-most_tiles // chunk_tiles)
-    warpgroup = block_rows * parts <= WARPGROUP_COLUMNS and memory.architecture() in WARPGROUP_ARCHITECTURES
-    chain_warps = WARPGROUP_WARPS if warpgroup else chain_warps
-    one = PlainShape(block_rows, row_tiles, chain_warps, chunk_tiles, 1, warpgroup)
+    one = PlainShape(block_rows, row_tiles, chain_warps, chunk_tiles, 1)
     fitting = (ALONE_BYTES if alone else PAIRED_BYTES) // one.chunk_bytes(parts)
     return replace(one, feeders=min(MOST_FEEDERS, chunks, fitting))
 

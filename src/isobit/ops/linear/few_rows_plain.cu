@@ -2,19 +2,10 @@
 // 16 columns of the operand, and fed by other warps, each with its own chunk of the inputs.
 //
 // Weights lie as the A operand's registers, uint4 [N / 16, K / 16, 32 lanes]; rows are the B operand, rounded to half
-// on their way. With two parts every row is two columns of it: x rounded, and what that leaves rounded. Macro WARPGROUP:
-// 1 if chains of up to 8 columns are carried by a warpgroup's products, whose steps follow faster on each other; its other
-// warps multiply zeros.
+// on their way. With two parts every row is two columns of it: x rounded, and what that leaves rounded.
 #include "device.cuh"
 #include "ops/linear/cuda_finish.cuh"
 #include "ops/linear/cuda_turns.cuh"
-
-#ifndef WARPGROUP
-#define WARPGROUP 0
-#endif
-#if WARPGROUP
-#include "ops/experts/wgmma.cuh"
-#endif
 
 #ifndef PARTS
 #define PARTS 1
@@ -32,7 +23,7 @@
 constexpr int SIDE = 16;
 constexpr int MOST_FEEDERS = 14;
 constexpr int BLOCK_TILES = ROTATION / SIDE;
-constexpr int GROUP_TILES = WARPGROUP ? 8 : CHUNK_TILES >= 8 ? 4 : 2;  // whose operands are loaded ahead of their steps
+constexpr int GROUP_TILES = CHUNK_TILES >= 8 ? 4 : 2;  // whose operands are loaded ahead of their steps
 constexpr int GROUPS = CHUNK_TILES / GROUP_TILES;
 constexpr int CHUNK_QUADS = CHUNK_TILES * SIDE / 4;
 constexpr int ROW_QUADS = CHUNK_QUADS > WARP ? CHUNK_QUADS / WARP : 1;  // of a row, that a lane has
@@ -40,15 +31,14 @@ constexpr int ROWS_AT_ONCE = CHUNK_QUADS < WARP ? WARP / CHUNK_QUADS : 1;  // th
 constexpr int READ_AHEAD = 8 / ROW_QUADS;  // of these, on their way
 constexpr int CHUNK_THREADS = (1 + CHAIN_WARPS) * WARP;  // that meet at a chunk's barrier
 
-// What a chunk's steps take, in shared memory. operand: uint2 [CHUNK_TILES, places, 4], a place being a row's part; of a
-// warpgroup uint4 [CHUNK_TILES, 2, 8], places' inputs 0 to 7, then 8 to 15.
+// What a chunk's steps take, in shared memory. operand: uint2 [CHUNK_TILES, places, 4], a place being a row's part.
 struct Chunk {
     uint4* weights;
     uint2* operand;
     int places;
 
     __device__ __forceinline__ Chunk(uint4* shared, int index, int places) : places(places) {
-        weights = shared + index * CHUNK_TILES * (WARP + 2 * (WARPGROUP ? 8 : places));
+        weights = shared + index * CHUNK_TILES * (WARP + 2 * places);
         operand = reinterpret_cast<uint2*>(weights + CHUNK_TILES * WARP);
     }
 };
@@ -58,15 +48,6 @@ DEVICE float second_of(unsigned pair) { return float_of_half(static_cast<half_bi
 
 // Put four neighbouring inputs of a row where the operand has them: two pairs of each part.
 DEVICE void store_quad(const Chunk& chunk, int row, int quad, const float4& v) {
-#if WARPGROUP
-    uint2* place = chunk.operand + quad / 4 * 32 + quad % 4 / 2 * 16 + row * PARTS * 2 + quad % 2;
-    const uint2 pairs = make_uint2(half_pair_of(v.x, v.y), half_pair_of(v.z, v.w));
-    place[0] = pairs;
-    if (PARTS == 2)
-        place[2] = make_uint2(half_pair_of(v.x - first_of(pairs.x), v.y - second_of(pairs.x)),
-                              half_pair_of(v.z - first_of(pairs.y), v.w - second_of(pairs.y)));
-    return;
-#endif
     const int tile = quad / 4, first_pair = quad % 2 * 2, upper = quad % 4 / 2;
     unsigned* at = reinterpret_cast<unsigned*>(chunk.operand + (tile * chunk.places + row * PARTS) * 4 + first_pair);
     const unsigned low = half_pair_of(v.x, v.y), high = half_pair_of(v.z, v.w);
@@ -116,9 +97,6 @@ DEVICE void feed_inputs(const Chunk& chunk, const float* x, int count, int rows,
             for (int j = 0; j < ROW_QUADS; j++) store_quad(chunk, row, own_quad + j * WARP, quads[i][j]);
         }
     }
-#if WARPGROUP
-    wgmma_publish();
-#endif
     copy_async_wait<0>();
 }
 
@@ -188,64 +166,6 @@ DEVICE void carry_chunks(Chains& chains, uint4* shared, int places, int count, i
         }
     }
 }
-
-#if WARPGROUP
-// A group's weights of the first warp; the others' stay zeros.
-DEVICE void load_weights(uint4 weights[GROUP_TILES], const Chunk& chunk, int group, int warp, int lane) {
-#pragma unroll
-    for (int i = 0; i < GROUP_TILES; i++)
-        if (warp == 0) weights[i] = chunk.weights[(group * GROUP_TILES + i) * WARP + lane];
-}
-
-// Begin the products of `count` tiles from `tile` on.
-template <int COUNT>
-DEVICE void begin_steps(Chains& chains, const uint4* weights, const Chunk& chunk, int tile) {
-    const uint64 operand = wgmma_tile_descriptor(chunk.operand);
-    wgmma_fence();
-#pragma unroll
-    for (int i = 0; i < COUNT; i++) {
-        const unsigned a[4] = {weights[i].x, weights[i].y, weights[i].z, weights[i].w};
-        wgmma<8>(chains.c[0], a, operand + (tile + i) * (256 >> 4));
-    }
-    wgmma_commit();
-}
-
-// As carry_chunks and carry_tiles, by a warpgroup.
-DEVICE void carry_chunks_together(Chains& chains, uint4* shared, int places, int count, int lap, int warp, int lane) {
-    static_assert(GROUPS % 2 == 0, "every chunk begins with the same buffer");
-    if (count <= 0) return;
-    uint4 weights[2][GROUP_TILES] = {};
-    wait_for_turn(1, lap, CHUNK_THREADS);
-    load_weights(weights[0], Chunk(shared, 0, places), 0, warp, lane);
-#pragma unroll 1
-    for (int index = 0; index < count; index++) {
-        const Chunk chunk(shared, index, places);
-#pragma unroll
-        for (int group = 0; group < GROUPS; group++) {
-            begin_steps<GROUP_TILES>(chains, weights[group % 2], chunk, group * GROUP_TILES);
-            if (group + 1 < GROUPS) {
-                wgmma_wait<1>();
-                load_weights(weights[(group + 1) % 2], chunk, group + 1, warp, lane);
-            } else if (index + 1 < count) {
-                wait_for_turn(2 + index, lap, CHUNK_THREADS);
-                wgmma_wait<1>();
-                load_weights(weights[0], Chunk(shared, index + 1, places), 0, warp, lane);
-            }
-        }
-    }
-    wgmma_wait<0>();
-}
-
-DEVICE void carry_tiles_together(Chains& chains, const Chunk& chunk, int count, int warp, int lane) {
-#pragma unroll 1
-    for (int tile = 0; tile < count; tile++) {
-        uint4 weights = make_uint4(0u, 0u, 0u, 0u);
-        if (warp == 0) weights = chunk.weights[tile * WARP + lane];
-        begin_steps<1>(chains, &weights, chunk, tile);
-        wgmma_wait<0>();
-    }
-}
-#endif
 
 DEVICE void carry_tiles(Chains& chains, const Chunk& chunk, int count, int lane) {
 #pragma unroll 1
@@ -324,19 +244,10 @@ few_rows_plain(const uint4* __restrict__ weights, const float* x, float* values,
         if (lap > 1) __syncthreads();
         if (carries) {
             const int tiles_left = last_tile - first, whole = smaller(feeders, tiles_left / CHUNK_TILES);
-#if WARPGROUP
-            carry_chunks_together(chains, shared, places, whole, lap, warp, lane);
-#else
             carry_chunks(chains, shared, places, whole, lap, lane);
-#endif
             if (whole == feeders || tiles_left == whole * CHUNK_TILES) continue;
             wait_for_turn(1 + whole, lap, CHUNK_THREADS);
-            const Chunk rest(shared, whole, places);
-#if WARPGROUP
-            carry_tiles_together(chains, rest, tiles_left - whole * CHUNK_TILES, warp, lane);
-#else
-            carry_tiles(chains, rest, tiles_left - whole * CHUNK_TILES, lane);
-#endif
+            carry_tiles(chains, Chunk(shared, whole, places), tiles_left - whole * CHUNK_TILES, lane);
         } else if (tile < last_tile) {
             const Chunk chunk(shared, feeder, places);
             const int count = smaller(CHUNK_TILES, last_tile - tile);

@@ -54,26 +54,13 @@ DEVICE int kept(int value) {
 // The same value, which stays in its register: a shuffle cannot be computed again.
 DEVICE int remembered(int value) { return shuffle_xor(value, 0); }
 
-// The operand that has mma_bytes_16x8x32 give every lane the byte sums of its own four words of a.
-struct OwnBytes {
-    unsigned ones[2];
-
-    __device__ __forceinline__ explicit OwnBytes(int lane) {
-        // Column 2t is to be the sum of lane t's words of the lower half, column 2t + 1 of the upper one.
-        const bool own = lane % 4 == lane / 8;
-        ones[0] = own && lane / 4 % 2 == 0 ? 0x01010101u : 0u;
-        ones[1] = own && lane / 4 % 2 == 1 ? 0x01010101u : 0u;
-    }
-};
-
-// Where a lane's window lies in every tile of a width, and how its bytes are summed; computed once.
+// Where a lane's window lies in every tile of a width; computed once.
 template <int twice>
 struct LanePlace {
     int first, second, third;
     unsigned shift;
-    OwnBytes bytes;
 
-    __device__ __forceinline__ explicit LanePlace(int lane) : bytes(lane) {
+    __device__ __forceinline__ explicit LanePlace(int lane) {
         constexpr int words = tile_words(twice);
         const int start = window_start(twice, lane);
         first = kept(start / 32);
@@ -134,30 +121,20 @@ struct Window {
     }
 };
 
-// Four states -> their four half values, packed in pairs; all lanes of a warp together.
+// Two states -> their two half values, packed.
 template <int codebook>
-DEVICE void codebook_values(const unsigned states[4], const OwnBytes& bytes, unsigned values[2]) {
+DEVICE unsigned codebook_values(unsigned low, unsigned high) {
     if (codebook == MUL1) {
-        // Tensor cores sum the bytes: the integer pipes are what bounds decoding.
-        const unsigned words[4] = {states[0] * 0x83DCD12Du, states[2] * 0x83DCD12Du,
-                                   states[1] * 0x83DCD12Du, states[3] * 0x83DCD12Du};
         // As half bits, 0x6400 + n is 1024 + n.
-        const unsigned exponent[4] = {0x6400u, 0x6400u, 0x6400u, 0x6400u};
-        unsigned sums[4];
-        mma_bytes_16x8x32(sums, words, bytes.ones, exponent);
-#pragma unroll
-        for (int i = 0; i < 2; i++)
-            values[i] = fma_half2(sums[2 * i + 1] * 0x10000u + sums[2 * i], 0x1EEE1EEEu, 0xC931C931u);
-        return;
+        const unsigned first = dp4a(low * 0x83DCD12Du, 0x01010101u, 0x6400u);
+        const unsigned second = dp4a(high * 0x83DCD12Du, 0x01010101u, 0x6400u);
+        return fma_half2(byte_perm(first, second, 0x5410u), 0x1EEE1EEEu, 0xC931C931u);
     }
     const unsigned multiplier = codebook == MCG ? 0xCBAC1FEDu : 89226354u;
     const unsigned added = codebook == MCG ? 0u : 64248484u;
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-        const unsigned first = ((states[2 * i] * multiplier + added) & 0x8FFF8FFFu) ^ 0x3B603B60u;
-        const unsigned second = ((states[2 * i + 1] * multiplier + added) & 0x8FFF8FFFu) ^ 0x3B603B60u;
-        values[i] = add_half2(byte_perm(first, second, 0x5410u), byte_perm(first, second, 0x7632u));
-    }
+    const unsigned first = ((low * multiplier + added) & 0x8FFF8FFFu) ^ 0x3B603B60u;
+    const unsigned second = ((high * multiplier + added) & 0x8FFF8FFFu) ^ 0x3B603B60u;
+    return add_half2(byte_perm(first, second, 0x5410u), byte_perm(first, second, 0x7632u));
 }
 
 // The lane's four registers of the tile's A operand: bit 0 of a position is k + 1, bit 1 k + 8, bit 2 output + 8.
@@ -165,15 +142,8 @@ template <int codebook, int twice>
 DEVICE void decode_fragment(
         const unsigned* words, const LanePlace<twice>& place, unsigned fragment[4]) {
     const Window<twice> window(words, place);
-    const unsigned upper[4] = {window.template state<0>(), window.template state<1>(),
-                               window.template state<2>(), window.template state<3>()};
-    const unsigned lower[4] = {window.template state<4>(), window.template state<5>(),
-                               window.template state<6>(), window.template state<7>()};
-    unsigned first[2], second[2];
-    codebook_values<codebook>(upper, place.bytes, first);
-    codebook_values<codebook>(lower, place.bytes, second);
-    fragment[0] = first[0];
-    fragment[1] = second[0];
-    fragment[2] = first[1];
-    fragment[3] = second[1];
+    fragment[0] = codebook_values<codebook>(window.template state<0>(), window.template state<1>());
+    fragment[1] = codebook_values<codebook>(window.template state<4>(), window.template state<5>());
+    fragment[2] = codebook_values<codebook>(window.template state<2>(), window.template state<3>());
+    fragment[3] = codebook_values<codebook>(window.template state<6>(), window.template state<7>());
 }
