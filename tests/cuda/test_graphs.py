@@ -292,3 +292,38 @@ def test_what_runs_beside_begins_after_the_work_before_and_is_joined(monkeypatch
     else:
         launch()
         assert done == ["work on main", "next on main"]
+
+
+class ShortGraphs(RerunGraphs):
+    """Graphs that there is no memory for at the first capture. released: whether their memory was given back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.captures, self.released = 0, False
+
+    def capture(self, launch: Callable[[], Any]) -> tuple[Rerun, Any]:
+        self.captures += 1
+        if self.captures == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
+        return super().capture(launch)
+
+    def release(self) -> None:
+        self.released = True
+
+
+def test_a_forward_that_there_is_no_memory_to_capture_runs_step_by_step():
+    passes = GraphPasses(ShortGraphs())
+    befores = []
+
+    def run(token: int) -> int:
+        inputs = PassInputs({}, {"tokens": np.array([token], np.int32)})
+        body = lambda given: (torch.as_tensor(given.array("tokens")) + 1,)  # noqa: E731
+        return int(passes.run("key", inputs, body, before=lambda: befores.append(token))[0])
+
+    assert [run(token) for token in range(6)] == [1, 2, 3, 4, 5, 6]
+    # The third is the first of its shapes again; the fourth is captured.
+    assert befores == [0, 1, 2]
+    passes.release()
+    assert passes._graphs.released
+    assert [run(token) for token in range(3)] == [1, 2, 3]
+    assert befores == [0, 1, 2, 0]

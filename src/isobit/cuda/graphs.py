@@ -49,7 +49,7 @@ class Graphs(Protocol):
         """The graph of what `launch` launches, which is not run, and what it gives: where a replay leaves outputs."""
 
     def release(self) -> None:
-        """Let graphs to come have memory of their own: the others are given up."""
+        """Wait until no graph runs: all are given up, and those to come have memory of their own."""
 
     def cut(self) -> None:
         """Called by `launch`: the device may run what comes before while the host launches what follows."""
@@ -83,6 +83,7 @@ class CudaGraphs:
 
     def release(self) -> None:
         """As `Graphs.release` says."""
+        torch.cuda.synchronize()
         self._pool = None
 
     def cut(self) -> None:
@@ -115,6 +116,7 @@ class Pieces:
         self.thread = get_ident()
         self._pool = pool
         self._graphs: list[torch.cuda.CUDAGraph] = []
+        self._unjoined: list[torch.cuda.Event] = []
 
     def __enter__(self) -> None:
         self._graphs.append(torch.cuda.CUDAGraph())
@@ -122,6 +124,10 @@ class Pieces:
         self._capturing.__enter__()
 
     def __exit__(self, *error: Any) -> None:
+        # A capture that failed before a join would end in an error of its own.
+        for done in self._unjoined:
+            torch.cuda.current_stream().wait_event(done)
+        self._unjoined.clear()
         self._capturing.__exit__(*error)
 
     def cut(self) -> None:
@@ -134,11 +140,15 @@ class Pieces:
         side, main = side_stream(), torch.cuda.current_stream()
         side.wait_event(main.record_event())
         with torch.cuda.stream(side):
-            given = launch()
-            done = side.record_event()
+            try:
+                given = launch()
+            finally:
+                done = side.record_event()
+                self._unjoined.append(done)
 
         def joined() -> T:
             main.wait_event(done)
+            self._unjoined.remove(done)
             return given
 
         return joined
@@ -188,10 +198,9 @@ class GraphPasses:
         """Give up all graphs and their memory; forwards to come are captured anew."""
         with self._busy:
             if self._captured:
-                torch.cuda.synchronize()
+                self._graphs.release()
             self._captured.clear()
             self._seen.clear()
-            self._graphs.release()
 
     def _in_graph(self, key: Hashable, inputs: PassInputs, body: Body, before: Before) -> Any:
         """The outputs from a graph, which is captured the second time that its shapes come."""

@@ -148,7 +148,7 @@ class Rounds:
     def _take(self, turns: list[Turn], logits: Array, drawn: Samples, started: float) -> None:
         """Take what a forward gave and drew into the lanes."""
         try:
-            samples = self.model.ops.samples_to_host(drawn)
+            samples = self._with_more_memory(lambda: self.model.ops.samples_to_host(drawn))
         except Exception as error:
             self._fail([turn.lane for turn in turns], error)
             return
