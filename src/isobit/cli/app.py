@@ -28,6 +28,7 @@ from isobit.errors import IsobitError
 FAILED = 2
 INTERRUPTED = 130
 BROKEN_PIPE = 141
+INSIST_SECONDS = 0.3  # after which a termination that did not take effect is tried again
 
 app = typer.Typer(
     name="isobit",
@@ -98,11 +99,31 @@ def _mend_streams() -> None:
 @contextmanager
 def _ended_by_sigterm() -> Iterator[None]:
     """Leave by an exception on SIGTERM, so that nothing half-written and no server process is left behind."""
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    leaving = SystemExit(128 + signal.SIGTERM)
+
+    def leave(*_: object) -> None:
+        # Where C code calls Python, an exception may be swallowed; where it is on its way, tidying up goes on.
+        signal.signal(signal.SIGALRM, leave)
+        signal.setitimer(signal.ITIMER_REAL, INSIST_SECONDS)
+        if not _handling(leaving):
+            raise leaving
+
+    before, alarm = signal.signal(signal.SIGTERM, leave), signal.getsignal(signal.SIGALRM)
     try:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+        if signal.getsignal(signal.SIGALRM) is leave:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, alarm)
+
+
+def _handling(error: BaseException) -> bool:
+    """Whether this thread is about to leave by `error`: in what tidies up on the way."""
+    handled = sys.exc_info()[1]
+    while handled is not None and handled is not error:
+        handled = handled.__context__
+    return handled is error
 
 
 def _fail(message: str) -> int:
