@@ -63,6 +63,7 @@ def model(test_checkpoint: Path):
 @pytest.fixture
 def emulated_cuda() -> Iterator[None]:
     """CUDA ops run on the emulator, on CPU tensors; with ISOBIT_TEST_GPU=1 on the machine's GPU."""
+    pytest.importorskip("torch", reason="needs PyTorch: pip install 'isobit[cuda]'")
     from isobit.cuda import memory
 
     if shutil.which(os.environ.get("CXX", "g++")) is None and os.environ.get("ISOBIT_TEST_GPU") != "1":

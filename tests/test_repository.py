@@ -17,6 +17,7 @@ MAY_IMPORT = {
     "engine": {"checkpoint", "ops", "model", "engine"},
     "serve": {"checkpoint", "ops", "model", "engine", "serve"},
 }
+OPTIONAL = ("torch.", "transformers.", "cuda.", "isobit.cuda.")
 ARITHMETIC = {"dot", "matmul", "einsum", "exp", "log", "sqrt", "mean", "tanh", "power", "multiply", "add", "inner"}
 
 
@@ -79,3 +80,14 @@ def test_comments_are_one_line_and_lines_are_short():
     for path in SOURCES:
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
             assert len(line) <= 120, f"{path.name}:{number}"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "tests").rglob("test_*.py")), ids=lambda path: path.stem)
+def test_what_is_optional_is_imported_after_a_check(path):
+    """The README's test command installs none of it."""
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if "importorskip" in ast.dump(node):
+            return
+        names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        assert not any(f"{name}.".startswith(OPTIONAL) for name in names), f"{path}: {names} before importorskip"

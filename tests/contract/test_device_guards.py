@@ -2,11 +2,12 @@
 
 import numpy as np
 import pytest
-import torch
 
-from isobit.contract.guards import GuardedMemory
-from isobit.cuda import memory
-from isobit.ops import device_cases
+torch = pytest.importorskip("torch", reason="needs PyTorch: pip install 'isobit[cuda]'")
+
+from isobit.contract.guards import GuardedMemory  # noqa: E402
+from isobit.cuda import memory  # noqa: E402
+from isobit.ops import device_cases  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("emulated_cuda")
 

@@ -2,12 +2,13 @@
 
 import numpy as np
 import pytest
-import torch
 from numba import njit
 
-from isobit.cuda import kernels, memory, sources, store
-from isobit.cuda.errors import KernelError
-from isobit.ops import scalar
+torch = pytest.importorskip("torch", reason="needs PyTorch: pip install 'isobit[cuda]'")
+
+from isobit.cuda import kernels, memory, sources, store  # noqa: E402
+from isobit.cuda.errors import KernelError  # noqa: E402
+from isobit.ops import scalar  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("emulated_cuda")
 

@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 
+pytest.importorskip("torch", reason="needs PyTorch: pip install 'isobit[cuda]'")
+
 from isobit.cuda import memory, staging
 
 pytestmark = pytest.mark.usefixtures("emulated_cuda")
