@@ -319,7 +319,7 @@ DEVICE void fetch_input_scales(const Layer& layer) {
     for (int at = threadIdx.x * LINE; at < layer.inputs; at += THREADS * LINE) fetch_line(layer.input_scales + at);
 }
 
-// Ask early for the layers' table and the gate's weights, which are no longer in the cache.
+// Ask early for the layers' table and the gate's weights, which the cache does not hold by then.
 DEVICE void fetch_constants(const Layer* layers, int experts, const float* gate_weights, int gate_inputs) {
     constexpr int LINE = 128;
     const int block = blockIdx.y * gridDim.x + blockIdx.x, at = block * LINE, gate_at = threadIdx.x * LINE / 4;
