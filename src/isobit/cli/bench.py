@@ -94,7 +94,7 @@ def _counts(lengths: str) -> list[int]:
     except ValueError:
         counts = []
     if not counts or min(counts) < 1:
-        raise IsobitError(f"--lengths is {lengths!r}: expected numbers of tokens with commas, such as {LENGTHS}")
+        raise IsobitError(f"--lengths is {lengths!r}: expected numbers above 0 with commas, such as {LENGTHS}")
     return counts
 
 

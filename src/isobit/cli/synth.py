@@ -76,7 +76,9 @@ PredictableOption = Annotated[
 InMemoryOption = Annotated[
     bool,
     typer.Option(
-        "--in-memory", help="Write a recipe instead of weights: who opens the folder makes them in memory, in seconds."
+        "--in-memory",
+        help="Write a recipe instead of weights: who opens the folder makes them in memory, in seconds, with the same "
+        "distributions but other values than a written checkpoint of that seed.",
     ),
 ]
 MtpOption = Annotated[bool, typer.Option("--mtp/--no-mtp", help="Whether there is an MTP head.")]
