@@ -137,7 +137,7 @@ def test_steps() -> Iterator[Step]:
 
 def timed_steps(work: Path, thorough: bool) -> Iterator[Step]:
     quick = () if thorough else ("--quick",)
-    model = (*PYTHON, "bench/cuda/model.py", "--layers", "48", "--profile", *quick)
+    model = (*PYTHON, "bench/cuda/model.py", "--layers", "48", "--profile", "--early", *quick)
     yield Step("model", model, 240, alone=True, gpu_gib=75, waits=True)
     real = str(work / "real")
     yield Step("peers", (*PYTHON, "bench/peers.py", real), 400, alone=True, needs=("synth-real",))

@@ -9,14 +9,17 @@ import json
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import torch
 from timing import COPY_RATE, TENSOR_RATE, wall_milliseconds
 
 from isobit.checkpoint.synth_memory import SyntheticCheckpoint
+from isobit.cuda import kernels
 from isobit.model.flash_next import FlashNext
 from isobit.model.load import load_model
 from isobit.model.plan import Plan, Segment
@@ -63,6 +66,7 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=48)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--early", action="store_true", help="decode once more with kernels that begin early")
     parser.add_argument("--segment", type=int, default=8192)
     parser.add_argument("--after", type=Path, help="load at once, but measure only when this file exists")
     arguments = parser.parse_args()
@@ -94,21 +98,10 @@ def main() -> int:
             run(64)
             note(f"prompt {count}, batched", wall_milliseconds(lambda: run(64), 1), floor)
     weight_bytes = 4.2e9 / 48 * arguments.layers
-    for count in (256, 4096):
-        streams = [lab.prefill(lab.tokens(count), 8192) for _ in range(4)]
-        for lanes in (1, 4):
-            for _ in range(4):
-                lab.decode(streams[:lanes])
-            floor = 1e3 * weight_bytes / COPY_RATE
-            lab.launch_ms.clear()
-            note(
-                f"decode, {lanes} streams at {count}",
-                wall_milliseconds(partial(lab.decode, streams[:lanes]), 20),
-                floor,
-            )
-            print(f"    of it the host, until all is launched: {statistics.median(lab.launch_ms):.2f} ms", flush=True)
-        for stream in streams:
-            lab.state.close(stream)
+    for early in (False, True) if arguments.early else (kernels.EARLY_IN_GRAPHS,):
+        lab.model.ops.passes.release()
+        with patch.object(kernels, "EARLY_IN_GRAPHS", early):
+            decoding(lab, ", early kernels" if early else "", 1e3 * weight_bytes / COPY_RATE, note)
     stream = lab.prefill(lab.tokens(6144), 8192)
     kept = lab.state.save(stream)
 
@@ -124,6 +117,21 @@ def main() -> int:
         profile(lab, stream)
     print(json.dumps(results))
     return 0
+
+
+def decoding(lab: Lab, how: str, floor_ms: float, note: Callable[[str, float, float], None]) -> None:
+    """A row of each of one and of four streams, after short and long texts."""
+    for count in (256, 4096):
+        streams = [lab.prefill(lab.tokens(count), 8192) for _ in range(4)]
+        for lanes in (1, 4):
+            for _ in range(4):
+                lab.decode(streams[:lanes])
+            lab.launch_ms.clear()
+            took = wall_milliseconds(partial(lab.decode, streams[:lanes]), 20)
+            note(f"decode, {lanes} streams at {count}{how}", took, floor_ms)
+            print(f"    of it the host, until all is launched: {statistics.median(lab.launch_ms):.2f} ms", flush=True)
+        for stream in streams:
+            lab.state.close(stream)
 
 
 def profile(lab: Lab, stream: Stream) -> None:
