@@ -60,13 +60,21 @@ def read(case, rows: np.ndarray, how: int) -> dict[str, np.ndarray]:
     return {name: memory.to_host(part) for name, part in zip("mi", found, strict=True) if part is not None}
 
 
-@pytest.mark.parametrize(("case", "rows"), [(WHOLE, 66), (WHOLE, 17), (CASES[-1], 9)])
+@pytest.mark.parametrize(("case", "rows"), [(WHOLE, 105), (WHOLE, 17), (CASES[-1], 9)])
 def test_rows_past_a_tile_and_columns_past_a_group_are_read_the_same_in_every_way(case, rows):
     chosen = np.arange(rows) % len(case.rows)
     expected = read(case, chosen, cuda.LAYER_BY_LAYER)
     assert first_difference(read(case, chosen, cuda.MANY_ROWS), expected) is None
     if rows <= cuda.MOST_FEW_ROWS:
         assert first_difference(read(case, chosen, cuda.FEW_ROWS), expected) is None
+
+
+@pytest.mark.parametrize(("streams", "hidden"), [(3, 176), (4, 1280)])
+def test_inputs_that_end_within_a_stage_and_inputs_in_shards_are_read_the_same_in_every_way(streams, hidden):
+    case = GatedRead._half_case(np.random.default_rng(hidden), streams, hidden, 24, True)
+    chosen = np.arange(9) % len(case.rows)
+    expected = read(case, chosen, cuda.LAYER_BY_LAYER)
+    assert first_difference(read(case, chosen, cuda.MANY_ROWS), expected) is None
 
 
 def test_which_sites_are_read_whole():

@@ -29,9 +29,11 @@ THREADS = 256
 ADD_THREADS = 128
 FETCH_BLOCKS = 16  # that ask for a site's weights
 ROW_TILE, MOST_OWN_ROWS = 8, 8  # rows of a product's operand; up to how many rows each block activates them itself
-DOWN_ROWS, DOWN_TILES = 64, 21  # of a block of down.cu
-DOWN_SHARED = (3 * DOWN_TILES * 4 + 2 * ROW_TILE * 4) * WARP * 16  # bytes
-MIX_COLUMNS, MIX_ROW_TILES = 4, 8  # tiles of a unit of mix.cu
+DOWN_ROWS, DOWN_TILES, DOWN_THREADS = 64, 24, 384  # of a block of down.cu
+DOWN_STAGES, STAGE_INPUTS = 3, 64  # whose halves of rows, weights and norm weights down.cu shares, beside inverse norms
+DOWN_SHARED = DOWN_STAGES * STAGE_INPUTS * (2 * 2 * DOWN_ROWS + 2 * TILE * DOWN_TILES + FLOAT_BYTES)
+WARPGROUP_ARCHITECTURES = ((9, 0),)  # whose tensor cores take rows from shared memory, to more speed and the same bits
+MIX_COLUMNS, MIX_ROW_TILES, MIX_THREADS = 4, 12, 384  # tiles of a unit of mix.cu; of a block
 MOST_STEPS = 24  # of 16 inputs of `up`, whose weights a lane holds
 MOST_STREAMS = 8
 EMULATED_SHARED = 256 << 10
@@ -72,10 +74,15 @@ class GatedResidual:
         return 3 * self.hidden * FLOAT_BYTES
 
     @property
+    def down_shared(self) -> int:
+        """Bytes that a block of down_many shares."""
+        return DOWN_SHARED + DOWN_ROWS * self.streams * FLOAT_BYTES
+
+    @property
     def mix_shared(self) -> int:
         """Bytes that a block of mix_many shares."""
         steps = self.defines["STEPS"]
-        return steps * WARP * (MIX_COLUMNS * self.streams * 16 + MIX_ROW_TILES * 8)
+        return steps * WARP * MIX_COLUMNS * self.streams * 16
 
 
 def prepare_gated_residual(
@@ -185,7 +192,7 @@ def _can_read(site: GatedResidual, how: int) -> bool:
     """Whether a site can be read so: many rows need much shared memory."""
     if how == LAYER_BY_LAYER:
         return True
-    needed = max(DOWN_SHARED, site.mix_shared) if how == MANY_ROWS else site.norm_shared
+    needed = max(site.down_shared, site.mix_shared) if how == MANY_ROWS else site.norm_shared
     return site.inject_at is not None and needed <= _shared_memory()
 
 
@@ -253,10 +260,11 @@ def down_sums(streams: torch.Tensor, inverse: torch.Tensor, site: GatedResidual)
     rows, down = len(streams), site.down
     columns = down.stored_outputs
     sums = memory.empty((2 * down.shards, rows, columns))
-    kernel = kernels.load(DOWN, "down_many", **site.defines)
+    warpgroups = int(memory.architecture() in WARPGROUP_ARCHITECTURES)
+    kernel = kernels.load(DOWN, "down_many", WARPGROUPS=warpgroups, **site.defines)
     grid = -(-rows // DOWN_ROWS), down.shards, -(-columns // (TILE * DOWN_TILES))
     arrays = _fragments(down), streams, inverse, site.norm_weight, sums
-    kernel(grid, THREADS, *arrays, rows, columns, shared=DOWN_SHARED)
+    kernel(grid, DOWN_THREADS, *arrays, rows, columns, shared=site.down_shared)
     return sums
 
 
@@ -268,7 +276,7 @@ def mix_rows(
     units = -(-hidden // (TILE * MIX_COLUMNS)) * -(-rows // (ROW_TILE * MIX_ROW_TILES))
     kernel = kernels.load(MIX, "mix_many", **site.defines)
     arrays = _fragments(site.up), low, streams, inverse, site.norm_weight, mixed
-    kernel(min(units, memory.multiprocessors()), THREADS, *arrays, rows, shared=site.mix_shared)
+    kernel(min(units, memory.multiprocessors()), MIX_THREADS, *arrays, rows, shared=site.mix_shared)
 
 
 def finish_down(sums: torch.Tensor, site: GatedResidual, injection: torch.Tensor | None) -> torch.Tensor:

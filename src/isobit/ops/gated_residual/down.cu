@@ -2,170 +2,230 @@
 //
 // Their weights lie together as the A operand's registers, uint4 [columns / 16, inputs / 16, 32]. The normed streams
 // are the B operand, as a half and the half of what that leaves: two chains an output and k-shard.
+// Macro WARPGROUPS: 1 for the products of wgmma.cuh; the others give the same bytes.
 #include "device.cuh"
 #include "ops/gated_residual/read.cuh"
+#if WARPGROUPS
+#include "ops/experts/wgmma.cuh"
+#endif
 
 constexpr int WIDE = STREAMS * HIDDEN;
 constexpr int ALL_STEPS = WIDE / SIDE;
 constexpr int BLOCK_STEPS = 128 / SIDE;
 constexpr int BLOCKS = (ALL_STEPS + BLOCK_STEPS - 1) / BLOCK_STEPS;
 
-constexpr int ROW_TILES = 8, ROWS = ROW_TILES * ROW_TILE;  // of a block
-constexpr int STAGE = 4;                                   // steps that are staged at a time
-constexpr int WEIGHT_STAGES = 3;
-constexpr int WARPS = 8, COLUMN_WARPS = 4, WARP_TILES = 5, GROUP_TILES = 4;
-constexpr int TILES = COLUMN_WARPS * WARP_TILES + 1;       // the last is shared out by row tiles
-constexpr int DOWN_THREADS = WARPS * WARP;
-constexpr int CHAINS = WARP_TILES * GROUP_TILES * 2;
+constexpr int ROWS = 64;                                   // of a block
+constexpr int STAGE = 4, STAGE_INPUTS = STAGE * SIDE;      // steps that are staged at a time
+constexpr int WEIGHT_STAGES = 3, INPUT_STAGES = 3;         // a product may still read the last stage of inputs but one
+constexpr int DOWN_WARPS = 12, WARP_TILES = 2, TILES = DOWN_WARPS * WARP_TILES;
+constexpr int DOWN_THREADS = DOWN_WARPS * WARP;
+constexpr int GROUPS = 2 * ROWS / ROW_TILE;                // of rows of the halves, then of what they leave
+constexpr int CHAINS = 4 * GROUPS;                         // of a lane in a tile
+
+constexpr int QUADS = STAGE_INPUTS / 4;                    // of a row's inputs; a thread norms one in OWN_ROWS rows
+constexpr int ROWS_APART = DOWN_THREADS / QUADS, OWN_ROWS = (ROWS + ROWS_APART - 1) / ROWS_APART;
+constexpr int ROW_PIECES = STAGE_INPUTS / 8;               // of 16 bytes; piece p of row r lies at p ^ r % 8
 
 struct DownRoom {
+    uint4 inputs[INPUT_STAGES][2 * ROWS * ROW_PIECES];
     uint4 weights[WEIGHT_STAGES][TILES][STAGE][WARP];
-    uint4 inputs[2][ROW_TILES][STAGE][WARP];  // the pairs of the half, then of what it leaves
+    float4 norm_weights[WEIGHT_STAGES][QUADS];             // of the inputs one stage later
+    float inverse[ROWS * STREAMS];
 };
 
-DEVICE void stage_weights(DownRoom& room, const uint4* weights, int buffer, int step, int last, int tiles) {
-    if (step < last)
-        for (int i = threadIdx.x; i < TILES * STAGE * WARP; i += DOWN_THREADS) {
-            const int tile = i / (STAGE * WARP), at = i / WARP % STAGE, lane = i % WARP;
-            if (tile < tiles && step + at < last)
-                copy_async_16(&room.weights[buffer][tile][at][lane],
-                              weights + (static_cast<int64>(tile) * ALL_STEPS + step + at) * WARP + lane);
-        }
+// The weights from `own_weights` on, this thread's piece of the stage at `step`.
+DEVICE void stage_weights(DownRoom& room, const uint4* own_weights, const float* norm_weight, int buffer, int step,
+                          int last, int tiles) {
+    constexpr int TILES_APART = DOWN_WARPS / STAGE;
+    const int first_tile = threadIdx.x / (STAGE * WARP), at = threadIdx.x / WARP % STAGE;
+    if (step < last) {
+        const uint4* from = own_weights + static_cast<int64>(step) * WARP;
+        uint4* to = &room.weights[buffer][0][0][0] + threadIdx.x;
+        const int own_tiles = ALL_STEPS % STAGE == 0 || step + at < last ? tiles - first_tile : 0;
+#pragma unroll
+        for (int i = 0; i < TILES / TILES_APART; i++)
+            if (i * TILES_APART < own_tiles)
+                copy_async_16(to + i * DOWN_THREADS, from + static_cast<int64>(i) * TILES_APART * ALL_STEPS * WARP);
+        const int quad = threadIdx.x, column = (step + STAGE) * SIDE + 4 * quad;
+        if (quad < QUADS && column < last * SIDE) copy_async_16(&room.norm_weights[buffer][quad], norm_weight + column);
+    }
     copy_async_commit();
 }
 
-// A lane's inputs of its row in one step: columns 2t, 2t + 1, 2t + 8, 2t + 9.
-struct Inputs { float2 low, high; };
+// A thread's inputs of a stage: quad threadIdx.x % QUADS of rows threadIdx.x / QUADS and every ROWS_APART on.
+struct Inputs { float4 rows[OWN_ROWS]; };
 
-DEVICE Inputs load_inputs(const float* row, int step, int pair, bool real) {
-    if (!real) return {make_float2(0.0f, 0.0f), make_float2(0.0f, 0.0f)};
-    const float2* at = reinterpret_cast<const float2*>(row + step * SIDE) + pair;
-    return {at[0], at[4]};
+DEVICE void load_inputs(Inputs& ahead, const float* own_row, int own_rows, int step, int last) {
+    const int quad = threadIdx.x % QUADS;
+    if (step + quad / (SIDE / 4) >= last) return;
+    const float* at = own_row + step * SIDE;
+#pragma unroll
+    for (int i = 0; i < OWN_ROWS; i++)
+        if (i * ROWS_APART < own_rows)
+            ahead.rows[i] = *reinterpret_cast<const float4*>(at + static_cast<int64>(i) * ROWS_APART * WIDE);
 }
 
-DEVICE float normed(float x, float inverse, float weight) { return (x * inverse) * (1.0f + weight); }
+DEVICE float normed(float x, float inverse, float factor) { return (x * inverse) * factor; }
 
-DEVICE uint4 split_inputs(const Inputs& x, float inverse, const float* norm_weight, int step, int pair) {
-    const Inputs weights = load_inputs(norm_weight, step, pair, true);
-    const float values[4] = {normed(x.low.x, inverse, weights.low.x), normed(x.low.y, inverse, weights.low.y),
-                             normed(x.high.x, inverse, weights.high.x), normed(x.high.y, inverse, weights.high.y)};
-    half_bits rounded[4], left[4];
+// The halves of two values, and of what they leave.
+DEVICE uint2 split(float first, float second) {
+    const half_bits a = half_of(first), b = half_of(second);
+    const half_bits a_left = half_of(first - float_of_half(a)), b_left = half_of(second - float_of_half(b));
+    return make_uint2(pack_half2(a, b), pack_half2(a_left, b_left));
+}
+
+// A thread's inputs of a stage to shared memory, normed.
+DEVICE void stage_inputs(DownRoom& room, const Inputs& ahead, float4 norm_weights, int buffer, int step, int last) {
+    const int quad = threadIdx.x % QUADS, first = threadIdx.x / QUADS;
+    if (step + quad / (SIDE / 4) >= last) return;
+    const float x = 1.0f + norm_weights.x, y = 1.0f + norm_weights.y, z = 1.0f + norm_weights.z;
+    const float w = 1.0f + norm_weights.w;
+    const float* inverse = room.inverse + first * STREAMS + (step * SIDE + 4 * quad) / HIDDEN;
+    const int own_rows = ROWS - first;
+    uint4* piece = room.inputs[buffer] + first * ROW_PIECES + (quad / 2 ^ first % 8);
+    uint2* place = reinterpret_cast<uint2*>(piece) + quad % 2;
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-        rounded[i] = half_of(values[i]);
-        left[i] = half_of(values[i] - float_of_half(rounded[i]));
+    for (int i = 0; i < OWN_ROWS; i++) {
+        if (i * ROWS_APART >= own_rows) continue;
+        const float4 values = ahead.rows[i];
+        const float scale = inverse[i * ROWS_APART * STREAMS];
+        const uint2 low = split(normed(values.x, scale, x), normed(values.y, scale, y));
+        const uint2 high = split(normed(values.z, scale, z), normed(values.w, scale, w));
+        place[2 * i * ROWS_APART * ROW_PIECES] = make_uint2(low.x, high.x);
+        place[2 * (i * ROWS_APART + ROWS) * ROW_PIECES] = make_uint2(low.y, high.y);
     }
-    return make_uint4(pack_half2(rounded[0], rounded[1]), pack_half2(rounded[2], rounded[3]),
-                      pack_half2(left[0], left[1]), pack_half2(left[2], left[3]));
 }
 
-// A stage's steps: a warp's tiles of columns by its tiles of rows.
-DEVICE void multiply_stage(float (*chains)[4], const uint4 (*weights)[STAGE][WARP], const uint4 (*inputs)[STAGE][WARP],
-                           int steps, int lane) {
+// Tile i of a warp: those of a warpgroup lie side by side.
+DEVICE int tile_of(int warp, int i) { return i * DOWN_WARPS + warp; }
+
+// A warp's weights of one step; `own` must not be read by a product on its way.
+DEVICE void load_weights(unsigned (*own)[4], const uint4 (*weights)[STAGE][WARP], int step, int warp, int lane,
+                         int tiles) {
 #pragma unroll
-    for (int step = 0; step < STAGE; step++) {
-        if (step >= steps) break;
-        uint4 b[GROUP_TILES];
+    for (int i = 0; i < WARP_TILES; i++) {
+        const int tile = tile_of(warp, i);
+        const uint4 a = tile < tiles ? weights[tile][step][lane] : make_uint4(0u, 0u, 0u, 0u);
+        own[i][0] = a.x, own[i][1] = a.y, own[i][2] = a.z, own[i][3] = a.w;
+    }
+}
+
+#if WARPGROUPS
+// One step; ends asynchronously, the one before has ended.
+DEVICE void multiply_step(float (*chains)[CHAINS], const unsigned (*own)[4], const uint4* inputs, int step, int warp,
+                          int lane, int tiles) {
+    const uint64 operand = wgmma_descriptor(inputs) + step * (2 * SIDE >> 4);
+    wgmma_fence();
 #pragma unroll
-        for (int tile = 0; tile < GROUP_TILES; tile++) b[tile] = inputs[tile][step][lane];
+    for (int i = 0; i < WARP_TILES; i++) wgmma<2 * ROWS>(chains[i], own[i], operand);
+    wgmma_commit();
+}
+DEVICE void end_products() { wgmma_wait<0>(); }
+DEVICE void publish_inputs() { wgmma_publish(); }
+#else
+DEVICE void multiply_step(float (*chains)[CHAINS], const unsigned (*own)[4], const uint4* inputs, int step, int warp,
+                          int lane, int tiles) {
+    const uint4* row = inputs + (lane / 16 * ROW_TILE + lane % 8) * ROW_PIECES + ((2 * step + lane / 8 % 2) ^ lane % 8);
 #pragma unroll
-        for (int out = 0; out < WARP_TILES; out++) {
-            const uint4 a = weights[out][step][lane];
+    for (int g = 0; g < GROUPS; g += 2) {
+        unsigned b[4];
+        load_matrix_x4(b, row + g * ROW_TILE * ROW_PIECES);
 #pragma unroll
-            for (int tile = 0; tile < GROUP_TILES; tile++) {
-                multiply(chains[(out * GROUP_TILES + tile) * 2], a, b[tile].x, b[tile].y);
-                multiply(chains[(out * GROUP_TILES + tile) * 2 + 1], a, b[tile].z, b[tile].w);
-            }
+        for (int i = 0; i < WARP_TILES; i++) {
+            if (tile_of(warp, i) >= tiles) continue;
+            mma_16x8x16(chains[i] + 4 * g, own[i], b);
+            mma_16x8x16(chains[i] + 4 * g + 4, own[i], b + 2);
         }
     }
 }
+DEVICE void end_products() {}
+DEVICE void publish_inputs() {}
+#endif
 
-// The same for the last tile of columns and one of rows.
-DEVICE void multiply_last(float (*chains)[4], const uint4 (*weights)[WARP], const uint4 (*inputs)[WARP], int steps,
-                          int lane) {
-#pragma unroll
-    for (int step = 0; step < STAGE; step++) {
-        if (step >= steps) break;
-        const uint4 a = weights[step][lane], b = inputs[step][lane];
-        multiply(chains[0], a, b.x, b.y);
-        multiply(chains[1], a, b.z, b.w);
-    }
-}
-
-template <int OUT, int IN>
-DEVICE void store_chains(const float (*chains)[4], float* sums, int first_column, int last_column, int first_row,
-                         int rows, int width, int group, int pair) {
+// A warp's chains of its tile whose first column is given -> sums.
+DEVICE void store_chains(const float* chains, float* sums, int first_column, int first_row, int rows, int width,
+                         int group, int pair) {
     const int64 part = static_cast<int64>(rows) * width;
 #pragma unroll
-    for (int out = 0; out < OUT; out++)
+    for (int g = 0; g < GROUPS; g++)
 #pragma unroll
-        for (int tile = 0; tile < IN; tile++)
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                const int column = first_column + out * SIDE + group + i / 2 * 8;
-                const int row = first_row + tile * ROW_TILE + 2 * pair + i % 2;
-                if (column >= last_column || row >= rows) continue;
-                float* at = sums + static_cast<int64>(row) * width + column;
-                at[0] = chains[(out * IN + tile) * 2][i];
-                at[part] = chains[(out * IN + tile) * 2 + 1][i];
-            }
+        for (int i = 0; i < 4; i++) {
+            const int row = first_row + g * ROW_TILE % ROWS + 2 * pair + i % 2;
+            if (row < rows)
+                sums[g / (GROUPS / 2) * part + static_cast<int64>(row) * width + first_column + group + i / 2 * 8] =
+                    chains[4 * g + i];
+        }
 }
+
+// Dynamic shared memory, where warpgroups need it from a multiple of 1024 bytes on.
+#if WARPGROUPS
+extern __shared__ __align__(1024) uint4 down_room[];
+#define DOWN_ROOM(name) DownRoom* name = reinterpret_cast<DownRoom*>(down_room)
+#else
+#define DOWN_ROOM(name) DYNAMIC_SHARED(DownRoom, name)
+#endif
 
 // sums: float [2 * shards, rows, width], of every shard the chain of halves, then of what they leave. grid (row blocks,
 // shards, groups of TILES tiles).
 extern "C" __global__ void __launch_bounds__(DOWN_THREADS, 1)
 down_many(const uint4* __restrict__ weights, const float* __restrict__ streams, const float* __restrict__ inverse,
           const float* __restrict__ norm_weight, float* __restrict__ sums, int rows, int width) {
-    DYNAMIC_SHARED(DownRoom, shared);
+    DOWN_ROOM(shared);
     DownRoom& room = *shared;
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, group = lane / 4, pair = lane % 4;
     const int shard = blockIdx.y, shards = gridDim.y, first_tile = blockIdx.z * TILES;
     const int tiles = smaller(TILES, width / SIDE - first_tile);
     const int first = shard * BLOCKS / shards * BLOCK_STEPS;
     const int last = smaller((shard + 1) * BLOCKS / shards * BLOCK_STEPS, ALL_STEPS);
-    weights += static_cast<int64>(first_tile) * ALL_STEPS * WARP;
-    const int row = blockIdx.x * ROWS + warp * ROW_TILE + group;
-    const bool real = row < rows;
-    const float* own_row = streams + static_cast<int64>(real ? row : 0) * WIDE;
-    const float* own_inverse = inverse + static_cast<int64>(real ? row : 0) * STREAMS;
-    const int own_tile = warp % COLUMN_WARPS * WARP_TILES, own_rows = warp / COLUMN_WARPS * GROUP_TILES;
+    const int first_row = blockIdx.x * ROWS, quad = threadIdx.x % QUADS;
+    const int own_tile = first_tile + static_cast<int>(threadIdx.x / (STAGE * WARP));
+    weights += (static_cast<int64>(own_tile) * ALL_STEPS + threadIdx.x / WARP % STAGE) * WARP + lane;
+    const float* own_row = streams + static_cast<int64>(first_row + threadIdx.x / QUADS) * WIDE + 4 * quad;
+    const int own_rows = smaller(ROWS, rows - first_row) - static_cast<int>(threadIdx.x / QUADS);
 
-    const int first_row = blockIdx.x * ROWS;
-    const bool works = own_tile < tiles && first_row + own_rows * ROW_TILE < rows;
-    const bool works_last = tiles == TILES && first_row + warp * ROW_TILE < rows;
-
-    float chains[CHAINS][4] = {}, last_chains[2][4] = {};
-    Inputs ahead[STAGE];
-    stage_weights(room, weights, 0, first, last, tiles);
-    stage_weights(room, weights, 1, first + STAGE, last, tiles);
-#pragma unroll
-    for (int i = 0; i < STAGE; i++) ahead[i] = load_inputs(own_row, first + i, pair, real && first + i < last);
-    int buffer = 0, parity = 0;
+    float chains[WARP_TILES][CHAINS] = {};
+    unsigned own[WARP_TILES][4];
+    Inputs ahead = {};
+    stage_weights(room, weights, norm_weight, 0, first, last, tiles);
+    stage_weights(room, weights, norm_weight, 1, first + STAGE, last, tiles);
+    load_inputs(ahead, own_row, own_rows, first, last);
+    for (int i = threadIdx.x; i < ROWS * STREAMS; i += DOWN_THREADS)
+        room.inverse[i] = first_row + i / STREAMS < rows ? inverse[static_cast<int64>(first_row) * STREAMS + i] : 0.0f;
+    __syncthreads();
+    float4 norm_weights = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    if (first + quad / (SIDE / 4) < last)
+        norm_weights = *reinterpret_cast<const float4*>(norm_weight + first * SIDE + 4 * quad);
+    stage_inputs(room, ahead, norm_weights, 0, first, last);
+    load_inputs(ahead, own_row, own_rows, first + STAGE, last);
+    int buffer = 0;
 #pragma unroll 1
     for (int step = first; step < last; step += STAGE) {
-#pragma unroll
-        for (int i = 0; i < STAGE; i++)
-            if (step + i < last) {
-                const float scale = own_inverse[(step + i) * SIDE / HIDDEN];
-                room.inputs[parity][warp][i][lane] = split_inputs(ahead[i], scale, norm_weight, step + i, pair);
-            }
+        const int next = buffer + 1 == WEIGHT_STAGES ? 0 : buffer + 1;
         copy_async_wait<1>();
+        publish_inputs();
         __syncthreads();
-        stage_weights(room, weights, (buffer + 2) % WEIGHT_STAGES, step + 2 * STAGE, last, tiles);
+        const int after_next = next + 1 == WEIGHT_STAGES ? 0 : next + 1;
+        stage_weights(room, weights, norm_weight, after_next, step + 2 * STAGE, last, tiles);
 #pragma unroll
         for (int i = 0; i < STAGE; i++) {
-            const int next = step + STAGE + i;
-            ahead[i] = load_inputs(own_row, next, pair, real && next < last);
+            if (ALL_STEPS % STAGE == 0 || step + i < last) {
+                if (i) end_products();
+                load_weights(own, room.weights[buffer], i, warp, lane, tiles);
+                multiply_step(chains, own, room.inputs[buffer], i, warp, lane, tiles);
+            }
+            if (i == STAGE / 2 - 1) {
+                stage_inputs(room, ahead, room.norm_weights[buffer][quad], next, step + STAGE, last);
+                load_inputs(ahead, own_row, own_rows, step + 2 * STAGE, last);
+            }
         }
-        const int steps = smaller(STAGE, last - step);
-        if (works) multiply_stage(chains, &room.weights[buffer][own_tile], &room.inputs[parity][own_rows], steps, lane);
-        if (works_last) multiply_last(last_chains, room.weights[buffer][TILES - 1], room.inputs[parity][warp], steps, lane);
-        buffer = buffer + 1 == WEIGHT_STAGES ? 0 : buffer + 1;
-        parity ^= 1;
+        end_products();
+        buffer = next;
     }
     float* own_sums = sums + static_cast<int64>(2 * shard) * rows * width;
-    store_chains<WARP_TILES, GROUP_TILES>(chains, own_sums, (first_tile + own_tile) * SIDE, width,
-                                          first_row + own_rows * ROW_TILE, rows, width, group, pair);
-    store_chains<1, 1>(last_chains, own_sums, (first_tile + TILES - 1) * SIDE, width, first_row + warp * ROW_TILE, rows,
-                       width, group, pair);
+#pragma unroll
+    for (int i = 0; i < WARP_TILES; i++) {
+        const int tile = tile_of(warp, i);
+        if (tile < tiles)
+            store_chains(chains[i], own_sums, (first_tile + tile) * SIDE, first_row, rows, width, group, pair);
+    }
 }

@@ -141,41 +141,68 @@ mix_few(const uint4* __restrict__ up, const float* values, const uint2* low, con
     }
 }
 
-// Many rows: units of 64 rows and 64 columns of the result, columns by columns; each block has consecutive units, and
-// keeps the weights of its columns in shared memory. A warp has 16 columns of all streams and 32 rows.
-constexpr int MIX_COLUMNS = 4, MIX_ROW_GROUPS = 2, GROUP_TILES = 4;
+// Many rows: units of 96 rows and 64 columns of the result, columns by columns; each block has consecutive units, and
+// keeps the weights of its columns in shared memory. A warp has 16 columns of all streams and 32 rows, and waits for
+// the others only where columns change: while some multiply, others mix.
+constexpr int MIX_COLUMNS = 4, MIX_ROW_GROUPS = 3, GROUP_TILES = 4;
 constexpr int MIX_WARPS = MIX_COLUMNS * MIX_ROW_GROUPS, MIX_THREADS = MIX_WARPS * WARP;
 constexpr int MIX_TILES = MIX_ROW_GROUPS * GROUP_TILES;
 constexpr int COLUMN_TILES = HIDDEN / SIDE;
 
 struct MixRoom {
     uint4 weights[MIX_COLUMNS][STREAMS][STEPS][WARP];
-    uint2 low[MIX_TILES][STEPS][WARP];
 };
 
 DEVICE void stage_weights(MixRoom& room, const uint4* up, int first_tile) {
-    constexpr int PIECES = MIX_COLUMNS * STREAMS * STEPS * WARP;
-    for (int i = threadIdx.x; i < PIECES; i += MIX_THREADS) {
-        const int column = i / (STREAMS * STEPS * WARP), stream = i / (STEPS * WARP) % STREAMS, rest = i % (STEPS * WARP);
+    constexpr int STREAM_PIECES = STEPS * WARP, COLUMN_PIECES = STREAMS * STREAM_PIECES;
+    for (int i = threadIdx.x; i < MIX_COLUMNS * COLUMN_PIECES; i += MIX_THREADS) {
+        const int column = i / COLUMN_PIECES, stream = i / STREAM_PIECES % STREAMS, rest = i % STREAM_PIECES;
         const int tile = first_tile + column;
         if (tile < COLUMN_TILES)
             copy_async_16(&room.weights[column][stream][0][0] + rest,
-                          up + static_cast<int64>(stream * COLUMN_TILES + tile) * STEPS * WARP + rest);
+                          up + static_cast<int64>(stream * COLUMN_TILES + tile) * STREAM_PIECES + rest);
     }
+    copy_async_commit();
 }
 
-DEVICE void stage_low(MixRoom& room, const uint2* low, int first_tile, int tiles) {
-    constexpr int PIECES = STEPS * WARP / 2;
-    const uint4* from = reinterpret_cast<const uint4*>(low) + static_cast<int64>(first_tile) * PIECES;
-    const int count = smaller(MIX_TILES, tiles - first_tile) * PIECES;
-    for (int i = threadIdx.x; i < count; i += MIX_THREADS) copy_async_16(reinterpret_cast<uint4*>(room.low) + i, from + i);
+// A lane's operands of a step, of a warp's tiles of rows; those past the last are the last.
+struct LowPairs { uint2 tiles[GROUP_TILES]; };
+
+DEVICE LowPairs load_low(const uint2* low, int first_tile, int tiles, int step) {
+    LowPairs pairs;
+#pragma unroll
+    for (int tile = 0; tile < GROUP_TILES; tile++)
+        pairs.tiles[tile] = low[(smaller(first_tile + tile, tiles - 1) * STEPS + step) * WARP + threadIdx.x % WARP];
+    return pairs;
+}
+
+// What a lane mixes of a tile of rows: value i of row i % 2 and column i / 2 * 8 from its first.
+struct Mixed {
+    float values[STREAMS][4], inverse[STREAMS][2];
+};
+
+DEVICE Mixed load_mixed(const float* streams, const float* inverse, int first_row, int rows, int column) {
+    Mixed mixed;
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const int64 row = smaller(first_row + i, rows - 1);
+#pragma unroll
+        for (int stream = 0; stream < STREAMS; stream++) {
+            const float* at = streams + (row * STREAMS + stream) * HIDDEN + column;
+            mixed.values[stream][i] = at[0];
+            mixed.values[stream][i + 2] = at[8];
+            mixed.inverse[stream][i] = inverse[row * STREAMS + stream];
+        }
+    }
+    return mixed;
 }
 
 // streams: float [rows, STREAMS, HIDDEN]; inverse [rows, STREAMS]; norm_weight [STREAMS, HIDDEN]; the units are
 // blockIdx.x * units / gridDim.x and on.
 extern "C" __global__ void __launch_bounds__(MIX_THREADS, 1)
 mix_many(const uint4* __restrict__ up, const uint2* __restrict__ low, const float* __restrict__ streams,
-         const float* __restrict__ inverse, const float* __restrict__ norm_weight, float* __restrict__ mixed, int rows) {
+         const float* __restrict__ inverse, const float* __restrict__ norm_weight, float* __restrict__ mixed,
+         int rows) {
     DYNAMIC_SHARED(MixRoom, shared);
     MixRoom& room = *shared;
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, group = lane / 4, pair = lane % 4;
@@ -188,59 +215,54 @@ mix_many(const uint4* __restrict__ up, const uint2* __restrict__ low, const floa
     float factors[STREAMS][2];
 #pragma unroll 1
     for (int unit = first_unit; unit < last_unit; unit++) {
-        const int columns = unit / row_units, first_tile = unit % row_units * MIX_TILES;
+        const int columns = unit / row_units, first_tile = unit % row_units * MIX_TILES + own_tiles;
         const int column = (columns * MIX_COLUMNS + own_column) * SIDE + group;
         if (columns != staged) {
             __syncthreads();
             stage_weights(room, up, columns * MIX_COLUMNS);
-            stage_low(room, low, first_tile, tiles);
-            copy_async_commit();
             staged = columns;
 #pragma unroll
             for (int stream = 0; stream < STREAMS; stream++)
 #pragma unroll
                 for (int i = 0; i < 2; i++)
                     factors[stream][i] = column < HIDDEN ? 1.0f + norm_weight[stream * HIDDEN + column + 8 * i] : 0.0f;
+            copy_async_wait<0>();
+            __syncthreads();
         }
-        copy_async_wait<0>();
-        __syncthreads();
-        const bool works = column < HIDDEN && first_tile + own_tiles < tiles;
+        if (column >= HIDDEN || first_tile >= tiles) continue;
+        const int first_row = first_tile * ROW_TILE + 2 * pair;
+        Mixed next = load_mixed(streams, inverse, first_row, rows, column);
         float c[STREAMS][GROUP_TILES][4] = {};
+        LowPairs ahead = load_low(low, first_tile, tiles, 0);
 #pragma unroll
         for (int step = 0; step < STEPS; step++) {
-            if (!works) break;
-            uint2 b[GROUP_TILES];
-#pragma unroll
-            for (int tile = 0; tile < GROUP_TILES; tile++) b[tile] = room.low[own_tiles + tile][step][lane];
+            const LowPairs b = ahead;
+            if (step + 1 < STEPS) ahead = load_low(low, first_tile, tiles, step + 1);
 #pragma unroll
             for (int stream = 0; stream < STREAMS; stream++) {
                 const uint4 a = room.weights[own_column][stream][step][lane];
 #pragma unroll
-                for (int tile = 0; tile < GROUP_TILES; tile++) multiply(c[stream][tile], a, b[tile].x, b[tile].y);
+                for (int tile = 0; tile < GROUP_TILES; tile++)
+                    multiply(c[stream][tile], a, b.tiles[tile].x, b.tiles[tile].y);
             }
         }
-        __syncthreads();
-        if (unit + 1 < last_unit && (unit + 1) / row_units == columns) {
-            stage_low(room, low, (unit + 1) % row_units * MIX_TILES, tiles);
-            copy_async_commit();
-        }
-        if (!works) continue;
 #pragma unroll
-        for (int tile = 0; tile < GROUP_TILES; tile++)
+        for (int tile = 0; tile < GROUP_TILES; tile++) {
+            const Mixed now = next;
+            if (tile + 1 < GROUP_TILES)
+                next = load_mixed(streams, inverse, first_row + (tile + 1) * ROW_TILE, rows, column);
 #pragma unroll
             for (int i = 0; i < 4; i++) {
-                const int64 row = (first_tile + own_tiles + tile) * ROW_TILE + 2 * pair + i % 2;
-                if (row >= rows) continue;
-                const int upper = i / 2;
                 float total = 0.0f;
 #pragma unroll
                 for (int stream = 0; stream < STREAMS; stream++) {
-                    const float x = streams[(row * STREAMS + stream) * HIDDEN + column + 8 * upper];
-                    const float normed = (x * inverse[row * STREAMS + stream]) * factors[stream][upper];
+                    const float normed = (now.values[stream][i] * now.inverse[stream][i % 2]) * factors[stream][i / 2];
                     const float value = mixing_sigmoid(c[stream][tile][i]) * normed;
                     total = stream ? total + value : value;
                 }
-                mixed[row * HIDDEN + column + 8 * upper] = total / static_cast<float>(STREAMS);
+                const int64 row = first_row + tile * ROW_TILE + i % 2;
+                if (row < rows) mixed[row * HIDDEN + column + i / 2 * 8] = total / static_cast<float>(STREAMS);
             }
+        }
     }
 }
