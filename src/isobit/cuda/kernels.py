@@ -22,7 +22,7 @@ from isobit.cuda.errors import DeviceMemoryError, KernelError
 Size = int | tuple[int, ...]
 UNASKED_SHARED_BYTES = 48 << 10
 OUT_OF_MEMORY = "CUDA_ERROR_OUT_OF_MEMORY"
-EARLY_IN_GRAPHS = False  # whether kernels begin early there; bench/cuda compares
+EARLY_IN_GRAPHS = True  # whether kernels begin early there; bench/cuda compares
 EARLY_FROM = (9, 0)  # compute capability
 ALL_SHARED_PERCENT = 100
 
