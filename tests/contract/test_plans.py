@@ -4,7 +4,17 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isobit.contract.plans import Sizes, batches, in_pieces, mixed, schedules, serial, together
+from isobit.contract.plans import (
+    MOST_BATCH_BYTES,
+    Sizes,
+    batches,
+    fitting,
+    in_pieces,
+    mixed,
+    schedules,
+    serial,
+    together,
+)
 from isobit.ops.contract import Case
 
 ROWS = st.lists(st.integers(1, 12), min_size=1, max_size=5)
@@ -54,3 +64,13 @@ def test_batches_have_every_size_and_every_place(rows, seed):
     placed = calls[-sizes.places :]
     assert {plan[place].stream for place, plan in enumerate(placed)} == {placed[0][0].stream}
     assert all(span.count == 1 and 0 <= span.stream < rows for plan in calls for span in plan)
+
+
+def test_batches_are_as_large_as_their_arrays_may_be():
+    rows = 16
+    x = np.broadcast_to(np.float32(0), (rows, MOST_BATCH_BYTES // 4 // 100))
+    case = Case("", (1,) * rows, {"x": x, "bound": np.zeros(1 << 20), "many": 4})
+    assert fitting(case, Sizes((2, 99, 100, 101, 8192), 5)) == Sizes((2, 99, 100), 5)
+    assert fitting(case_of([1, 1]), Sizes((8192,), 0)) == Sizes((8192,), 0)
+    wide = Case("", (1,) * rows, {"x": np.broadcast_to(np.float32(0), (rows, MOST_BATCH_BYTES))})
+    assert fitting(wide, Sizes((16, 17), 0)) == Sizes((16,), 0)

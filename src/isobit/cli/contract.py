@@ -20,7 +20,12 @@ Filter = Annotated[
     str,
     typer.Option("--filter", metavar="PATTERN", help="Only ops of that name, or with that part or pattern in it."),
 ]
-Full = Annotated[bool, typer.Option("--full", help="Also batches of up to 1,025 rows; takes several times as long.")]
+Full = Annotated[
+    bool,
+    typer.Option(
+        "--full", help="Also batches of up to 1,025 rows, on a GPU of up to 8,192; takes several times as long."
+    ),
+]
 Quick = Annotated[bool, typer.Option("--quick", help="Only narrow shapes and a few batch sizes.")]
 Device = Annotated[str, typer.Option("--device", metavar="|".join(DEVICES), help="Whose kernels to check.")]
 
@@ -43,8 +48,11 @@ def contract(
     chosen = _matching(filter, names)
     if not chosen:
         raise IsobitError(f"--filter {filter} matches no op: expected part of one of {', '.join(names)}")
+    depth = FULL if full else QUICK if quick else NORMAL
+    if full and device == "cuda":
+        depth = depth.with_prompts()
     with _Progress() as progress:
-        report = run_contract(FULL if full else QUICK if quick else NORMAL, device, chosen.__contains__, progress)
+        report = run_contract(depth, device, chosen.__contains__, progress)
     if json:
         typer.echo(json_text.dumps(report.as_dict(), indent=2))
     else:

@@ -1,7 +1,7 @@
 """Ways to compute the rows of a case: one by one, all at once, and in batches of every size among strangers."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -17,12 +17,26 @@ class Sizes:
     rows: tuple[int, ...]
     places: int
 
+    def also(self, rows: tuple[int, ...]) -> "Sizes":
+        """These, and batches of other sizes."""
+        return replace(self, rows=(*self.rows, *rows))
+
 
 EVERY_EDGE = (*range(1, 18), *range(31, 34), *range(63, 66), *range(127, 130))
 WIDE_SIZES = Sizes((2, 9, 17), 0)
 QUICK_SIZES = Sizes((2, 3, 4, 7, 8, 9, 12, 13, 16, 17, 33, 64, 65, 129), 17)
 SIZES = Sizes(EVERY_EDGE, 17)
+DEVICE_SIZES = (2048, 4095, 4096, 4097, 8192)  # rows of a prompt's segments, as one call has them on a GPU
+MOST_BATCH_BYTES = 1 << 30
 FULL_SIZES = Sizes((*EVERY_EDGE, *range(255, 258), *range(511, 514), *range(1023, 1026)), 33)
+
+
+def fitting(case: Case, sizes: Sizes) -> Sizes:
+    """The sizes whose batches of the case's rows have no array of more than MOST_BATCH_BYTES; its own rows always."""
+    count = len(case.rows)
+    arrays = (x for x in case.inputs.values() if isinstance(x, np.ndarray) and x.ndim and len(x) == count)
+    most = MOST_BATCH_BYTES * count // max((x.nbytes for x in arrays), default=1)
+    return replace(sizes, rows=tuple(size for size in sizes.rows if size <= max(most, count)))
 
 
 def serial(case: Case) -> Schedule:

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -12,7 +12,7 @@ from isobit.contract.controls.generic import nothing
 from isobit.contract.controls.planted import PLANTED, Planted
 from isobit.contract.coverage import called_functions, op_functions
 from isobit.contract.gates import GATES
-from isobit.contract.plans import FULL_SIZES, QUICK_SIZES, SIZES, WIDE_SIZES, Sizes
+from isobit.contract.plans import DEVICE_SIZES, FULL_SIZES, QUICK_SIZES, SIZES, WIDE_SIZES, Sizes, fitting
 from isobit.contract.report import Check, ControlResult, OpReport, Report
 from isobit.ops.contract import Case, Control, Op, registered
 
@@ -33,6 +33,10 @@ class Depth:
     narrow: Sizes
     wide: Sizes | None
     long: bool
+
+    def with_prompts(self) -> "Depth":
+        """The same, and batches of as many rows as a prompt's segment has."""
+        return replace(self, narrow=self.narrow.also(DEVICE_SIZES), wide=self.wide and self.wide.also(DEVICE_SIZES))
 
 
 QUICK = Depth(QUICK_SIZES, wide=None, long=False)
@@ -98,7 +102,7 @@ def sized_cases(op: Op, depth: Depth, narrow: list[Case]) -> list[tuple[Case, Si
     wide = [(case, depth.wide) for case in every_case if case.label not in narrow_labels]
     if depth.long:
         narrow = [case for case in every_case if case.label in narrow_labels]
-    return [*((case, depth.narrow) for case in narrow), *wide]
+    return [(case, fitting(case, sizes)) for case, sizes in (*((case, depth.narrow) for case in narrow), *wide)]
 
 
 def run_control(control: Control, cases: Iterable[Case]) -> ControlResult:
