@@ -4,8 +4,9 @@
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,17 @@ def pages_for(rows: int) -> int:
     return -(-rows // PAGE_ROWS // TABLE_STEP) * TABLE_STEP
 
 
+def in_inference_mode(method: Callable) -> Callable:
+    """As the package's generator runs everything: its states are tensors of that mode."""
+
+    @wraps(method)
+    def run(self, *arguments, **options):
+        with self.torch.inference_mode():
+            return method(self, *arguments, **options)
+
+    return run
+
+
 class Exllamav3:
     """A checkpoint loaded whole onto the first GPU: the forwards of its generator, an fp16 cache, no drafts."""
 
@@ -55,6 +67,7 @@ class Exllamav3:
         self.model.load(device=torch.device(device), max_chunk_size=CHUNK_ROWS)
         self.version = __version__
 
+    @in_inference_mode
     def open(self, prompts: Sequence[Tokens], room: int = 1) -> list[int]:
         """Streams of these prompts, with room for more rows; the first token of each, greedy."""
         self.close()
@@ -64,17 +77,20 @@ class Exllamav3:
             self.streams.append(Stream(table, self.cache.get_new_state()))
         return [self._prefill(stream, prompt) for stream, prompt in zip(self.streams, prompts, strict=True)]
 
+    @in_inference_mode
     def step(self, tokens: Tokens) -> list[int]:
         """Feed one token to each stream; the next of each, greedy."""
         ids = self.torch.tensor(tokens, dtype=self.torch.long)[:, None]
         return self._greedy(self._run(self.model.forward, ids, self.streams, pinned_staging=True))
 
+    @in_inference_mode
     def close(self) -> None:
         """Drop the streams."""
         for stream in self.streams:
             stream.state.free()
         self.streams = []
 
+    @in_inference_mode
     def logits(self, tokens: Tokens) -> np.ndarray:
         """Those of every position: float16 [T, V]."""
         self.close()
