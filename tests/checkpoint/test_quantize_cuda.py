@@ -55,7 +55,7 @@ def test_every_shape_finds_the_same_paths(shape):
 
 
 def test_blocks_take_ring_after_ring(monkeypatch):
-    monkeypatch.setattr(memory, "EMULATED_MULTIPROCESSORS", 2)
+    monkeypatch.setattr(memory, "multiprocessors", lambda: 2)
     targets = bell(32, 11, 18)
     assert np.array_equal(found(targets, 3, "mul1"), search(targets, 3, "mul1"))
 
@@ -209,7 +209,7 @@ def test_too_little_memory_is_one_line(monkeypatch, tmp_path):
 
 
 def test_too_little_shared_memory_is_one_line(monkeypatch):
-    monkeypatch.setattr(search_cuda, "HOPPER_SHARED_BYTES", 100 << 10)
+    monkeypatch.setattr(search_cuda, "_shared_bytes", lambda: 100 << 10)
     assert search_cuda.best_shape(3) == SearchShape((3, 3), 1, 2, False)
     with pytest.raises(DeviceError, match=r"at 1 bits needs 128 KiB.* have 97; use --device cpu"):
         search_cuda.best_shape(1)

@@ -9,6 +9,7 @@ torch = pytest.importorskip("torch", reason="needs PyTorch: pip install 'isobit[
 from isobit.cuda import kernels, memory, sources, store  # noqa: E402
 from isobit.cuda.errors import KernelError  # noqa: E402
 from isobit.ops import scalar  # noqa: E402
+from tests.ops.tensor_core import in_steps, need_known_steps  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("emulated_cuda")
 
@@ -86,6 +87,21 @@ def test_matrix_loads_and_products_follow_the_fragment_layout():
     c = memory.empty((16, 8))
     kernels.load(PROBE, "product")(1, 32, memory.to_device(a), memory.to_device(b), c)
     assert np.array_equal(memory.to_host(c), a.astype(np.float32) @ b.astype(np.float32).T)
+
+
+@pytest.mark.parametrize("spread", [0, 4, 9])
+def test_a_step_adds_as_is_defined(spread):
+    """spread: how many powers of 2 the factors' sizes lie up and down from 1, at most."""
+    need_known_steps()
+    rng = np.random.default_rng(spread)
+    kernel, c = kernels.load(PROBE, "product"), memory.empty((16, 8))
+    for _ in range(20):
+        a, b = (
+            (rng.standard_normal((rows, 16)) * np.exp2(rng.integers(-spread, spread + 1, (rows, 16)))).astype(np.float16)
+            for rows in (16, 8)
+        )
+        kernel(1, 32, memory.to_device(a), memory.to_device(b), c)
+        same_bits(memory.to_host(c), in_steps(a.astype(np.float32), b.astype(np.float32).T))
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from isobit.ops.batch import PAGE_ROWS, AttentionCache, Batch
 from isobit.ops.sparse_attention import cpu, cuda, cuda_contract, reference
 from isobit.ops.sparse_attention.kernels import Sizes as LayerSizes
 from tests.ops import plain
+from tests.ops.tensor_core import in_steps, need_known_steps
 from tests.ops.test_sparse_attention import EPS, THETA, Layer, plain_half, plain_merge, plain_norm_and_rotate
 
 pytestmark = pytest.mark.usefixtures("emulated_cuda")
@@ -150,23 +151,6 @@ def check_choices(scores, finished, kept, threads):
 # --- reading ---
 
 
-def step(sums, left, right):
-    """sums [heads, n] plus 16 terms of left [heads, 16] times right [16, n], rounded once, as the emulator does."""
-    wide = sums.astype(np.float64)
-    for i in range(16):
-        wide = wide + left[:, i : i + 1].astype(np.float64) * right[i].astype(np.float64)
-    return wide.astype(f32)
-
-
-def in_steps(left, right, sums=None):
-    sums = np.zeros((len(left), right.shape[1]), f32) if sums is None else sums
-    short = -len(right) % 16
-    left, right = np.pad(left, ((0, 0), (0, short))), np.pad(right, ((0, short), (0, 0)))
-    for first in range(0, len(right), 16):
-        sums = step(sums, left[:, first : first + 16], right[first : first + 16])
-    return sums
-
-
 def plain_part(queries, keys, values):
     """(highest score, total, sums) of each head, of up to 128 keys of one key-value head."""
     scores = in_steps(queries, keys.T) * f32(1 / np.sqrt(queries.shape[1]))
@@ -185,6 +169,7 @@ def plain_part(queries, keys, values):
 
 @pytest.mark.parametrize("how", READS)
 def test_reads_as_defined_rounding_by_rounding(both, how):
+    need_known_steps()
     layer, batch, rows = both.layer, both.batch((0, 301, 1)), both.layer.rows(1)
     selection = both.select(rows, batch)
     y = both.read(rows, selection, batch, how)[0]
