@@ -172,7 +172,7 @@ def placed_pages(inputs: PassInputs) -> Any:
 
 def test_a_download_holds_what_the_tensor_held_then():
     for count in (3, memory.DOWNLOAD_BYTES):
-        tensor = torch.arange(count, dtype=torch.float32)
+        tensor = torch.arange(count, dtype=torch.float32, device=memory.device())
         sent = [memory.Download(tensor), memory.Download(tensor + 1)]
         tensor.zero_()
         later = memory.Download(tensor)
@@ -295,11 +295,11 @@ def test_what_runs_beside_begins_after_the_work_before_and_is_joined(monkeypatch
 
 
 class ShortGraphs(RerunGraphs):
-    """Graphs that there is no memory for at the first capture. released: whether their memory was given back."""
+    """Graphs that there is no memory for at the first capture. released: how often their memory was given back."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.captures, self.released = 0, False
+        self.captures = self.released = 0
 
     def capture(self, launch: Callable[[], Any]) -> tuple[Rerun, Any]:
         self.captures += 1
@@ -308,7 +308,7 @@ class ShortGraphs(RerunGraphs):
         return super().capture(launch)
 
     def release(self) -> None:
-        self.released = True
+        self.released += 1
 
 
 def test_a_forward_that_there_is_no_memory_to_capture_runs_step_by_step():
@@ -321,9 +321,10 @@ def test_a_forward_that_there_is_no_memory_to_capture_runs_step_by_step():
         return int(passes.run("key", inputs, body, before=lambda: befores.append(token))[0])
 
     assert [run(token) for token in range(6)] == [1, 2, 3, 4, 5, 6]
-    # The third is the first of its shapes again; the fourth is captured.
+    # The third is the first of its shapes again; the fourth is captured, in other memory than what no graph holds.
     assert befores == [0, 1, 2]
+    assert passes._graphs.released == 1
     passes.release()
-    assert passes._graphs.released
+    assert passes._graphs.released == 2
     assert [run(token) for token in range(3)] == [1, 2, 3]
     assert befores == [0, 1, 2, 0]

@@ -10,7 +10,7 @@ from isobit.engine.shortage import REMEMBERED_SECONDS, Shortage, fewer_rows
 from tests.engine.listening import prompt, reply, together
 from tests.short_memory import every, larger_than, never, only, short_device_memory, short_memory
 
-SETTINGS = EngineSettings(context=300, parallel=3, segment_rows=150, prompt_cache_gib=0.05)
+SETTINGS = EngineSettings(context=300, device="cpu", parallel=3, segment_rows=150, prompt_cache_gib=0.05)
 MOST_PROMPT = 200
 
 
@@ -145,18 +145,75 @@ def test_segments_are_halved_down_to_the_batched_pass_and_then_to_one_row():
     assert fewer_rows(100) == 64
 
 
-@pytest.mark.usefixtures("emulated_cuda")
-def test_on_the_device_too(test_checkpoint):
+def graphs_of_own_memory():
+    """Stand-ins for CUDA graphs, whose replays allocate nothing."""
+    from isobit.cuda import memory
+    from tests.cuda.test_graphs import RerunGraphs
+
+    allocate, zeros = memory._allocate, memory.zeros
+
+    class Graphs(RerunGraphs):
+        def capture(self, launch):
+            rerun, outputs = super().capture(launch)
+
+            def launch_again():
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr(memory, "_allocate", allocate)
+                    patch.setattr(memory, "zeros", zeros)
+                    return launch()
+
+            rerun.launch = launch_again
+            return rerun, outputs
+
+    return Graphs()
+
+
+@pytest.fixture
+def device_engine(emulated_cuda, test_checkpoint):
+    """An engine whose forwards become graphs, on the emulator those of a stand-in."""
+    from isobit.cuda import memory
+    from isobit.cuda.graphs import GraphPasses
+
     settings = EngineSettings(context=100, device="cuda", parallel=2, segment_rows=4, prompt_cache_gib=0.01)
     engine = Engine(test_checkpoint, settings)
-    try:
-        request = Request(prompt(engine, 5), 2, Sampling(seed=3), logprobs=1)
-        undisturbed = reply(engine, request)[0]
-        with short_device_memory() as allocations:
-            for fails in (every(400), only(30)):
-                engine.rounds.cache.evict_all()
-                allocations.count, allocations.failures, allocations.fails = 0, 0, fails
-                assert is_right(reply(engine, request)[0], undisturbed)
-                assert allocations.failures
-    finally:
-        engine.close()
+    if memory.is_emulated():
+        engine.model.ops.passes = GraphPasses(graphs_of_own_memory())
+    yield engine
+    engine.close()
+
+
+def start_over(engine: Engine) -> None:
+    """Nothing is kept, remembered or captured."""
+    engine.rounds.cache.evict_all()
+    engine.rounds.shortage = Shortage()
+    engine.model.ops.passes.release()
+
+
+def test_on_the_device_too(device_engine):
+    request = Request(prompt(device_engine, 5), 2, Sampling(seed=3), logprobs=1)
+    with short_device_memory() as allocations:
+        undisturbed = reply(device_engine, request)[0]
+        total = allocations.count
+        assert total > 100
+        for fails in (every(2 * total // 3), only(30)):
+            start_over(device_engine)
+            allocations.count, allocations.failures, allocations.fails = 0, 0, fails
+            assert is_right(reply(device_engine, request)[0], undisturbed)
+            assert allocations.failures
+
+
+def test_a_forward_that_there_is_no_memory_to_capture_changes_no_reply(device_engine, caplog):
+    request = Request(prompt(device_engine, 1), 3, Sampling(seed=3), draft=False)
+    with short_device_memory() as allocations:
+        undisturbed = reply(device_engine, request)[0]
+        # The third forward of three is captured.
+        number = allocations.count * 5 // 6
+        start_over(device_engine)
+        allocations.count, allocations.fails = 0, only(number)
+        assert is_right(reply(device_engine, request)[0], undisturbed)
+        assert allocations.failures == 1
+        assert "no memory to capture a forward" in caplog.text
+        allocations.fails = never
+        device_engine.rounds.cache.evict_all()
+        assert is_right(reply(device_engine, request)[0], undisturbed)
+        assert device_engine.model.ops.passes._captured

@@ -235,6 +235,9 @@ class GraphPasses:
                 raise
             log.warning("no memory to capture a forward: it runs step by step")
             self._seen.pop(key, None)
+        if not self._captured:
+            # PyTorch refuses to capture into memory that no graph holds any longer.
+            self._graphs.release()
         return None
 
     def _capture(self, key: Hashable, inputs: PassInputs, body: Body) -> "Captured":
