@@ -1,4 +1,7 @@
-"""Checkpoints that many tests read, each written once a run. Tests must not change them: copy first."""
+"""Checkpoints that many tests read, each written once a run. Tests must not change them: copy first.
+
+Tests leave a GPU alone, so that "auto" is the CPU, unless ISOBIT_TEST_GPU=1: the CUDA tests then run on the GPU.
+"""
 
 import os
 import shutil
@@ -14,6 +17,10 @@ from isobit.model.load import load_model
 from isobit.ops import load_ops
 
 MakeCheckpoint = Callable[..., Path]
+ON_GPU = os.environ.get("ISOBIT_TEST_GPU") == "1"
+
+if not ON_GPU:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 @pytest.fixture(scope="session")
@@ -66,10 +73,17 @@ def emulated_cuda() -> Iterator[None]:
     pytest.importorskip("torch", reason="needs PyTorch: pip install 'isobit[cuda]'")
     from isobit.cuda import memory
 
-    if shutil.which(os.environ.get("CXX", "g++")) is None and os.environ.get("ISOBIT_TEST_GPU") != "1":
+    if shutil.which(os.environ.get("CXX", "g++")) is None and not ON_GPU:
         pytest.skip("the emulator of CUDA kernels needs a C++ compiler: install g++")
-    memory.emulate(os.environ.get("ISOBIT_TEST_GPU") != "1")
+    memory.emulate(not ON_GPU)
     try:
         yield
     finally:
         memory.emulate(False)
+
+
+@pytest.fixture
+def real_gpu() -> None:
+    """The machine's GPU, for processes and graphs that the emulator has not."""
+    if not ON_GPU:
+        pytest.skip("needs a GPU: set ISOBIT_TEST_GPU=1 where there is one")

@@ -95,11 +95,13 @@ def test_a_step_adds_as_is_defined(spread):
     need_known_steps()
     rng = np.random.default_rng(spread)
     kernel, c = kernels.load(PROBE, "product"), memory.empty((16, 8))
+
+    def halves(rows: int) -> np.ndarray:
+        sizes = np.exp2(rng.integers(-spread, spread + 1, (rows, 16)))
+        return (rng.standard_normal((rows, 16)) * sizes).astype(np.float16)
+
     for _ in range(20):
-        a, b = (
-            (rng.standard_normal((rows, 16)) * np.exp2(rng.integers(-spread, spread + 1, (rows, 16)))).astype(np.float16)
-            for rows in (16, 8)
-        )
+        a, b = halves(16), halves(8)
         kernel(1, 32, memory.to_device(a), memory.to_device(b), c)
         same_bits(memory.to_host(c), in_steps(a.astype(np.float32), b.astype(np.float32).T))
 

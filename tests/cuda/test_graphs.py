@@ -1,4 +1,4 @@
-"""Forwards through recorded graphs, replayed by a stand-in for CUDA's: the same bytes as step by step.
+"""Forwards through recorded graphs, replayed by a stand-in for CUDA's or on a GPU: the same bytes as step by step.
 
 The stand-in keeps what a graph has: recording runs no kernel, inputs and outputs lie at fixed places, and a replay
 knows nothing but what those places hold.
@@ -81,16 +81,44 @@ def poison(outputs: Any) -> None:
         output.view(-1).view(torch.uint8).fill_(0xFF)
 
 
+class CountedCudaGraphs(CudaGraphs):
+    """CUDA's own. replays, cuts: how many there were."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.replays = self.cuts = 0
+
+    def capture(self, launch: Callable[[], Any]) -> tuple[Any, Any]:
+        pieces, outputs = super().capture(launch)
+        return SimpleNamespace(replay=lambda: self.replay(pieces)), outputs
+
+    def replay(self, pieces: Any) -> None:
+        self.replays += 1
+        pieces.replay()
+
+    def cut(self) -> None:
+        self.cuts += 1
+        super().cut()
+
+
+@pytest.fixture(params=["stand-in", "on a GPU"])
+def graphs(request):
+    if request.param == "stand-in":
+        return RerunGraphs()
+    request.getfixturevalue("real_gpu")
+    return CountedCudaGraphs()
+
+
 @pytest.fixture
-def models(test_checkpoint):
+def models(test_checkpoint, graphs):
     """The same model twice: step by step, and through graphs."""
     loaded = [load_model(Checkpoint(test_checkpoint), load_ops("cuda"), context=192) for _ in range(2)]
     loaded[0].ops.passes.enabled = False
-    loaded[1].ops.passes = GraphPasses(RerunGraphs())
+    loaded[1].ops.passes = GraphPasses(graphs)
     return loaded
 
 
-def test_replays_follow_the_tokens_positions_pages_slots_journals_and_draws(models):
+def test_replays_follow_the_tokens_positions_pages_slots_journals_and_draws(models, graphs):
     """Rounds of one or two lanes, rows or windows, past the ends of pages, with drafts now and then."""
     rng = np.random.default_rng(3)
     states = [model.new_state(slots=3, pages=12) for model in models]
@@ -119,7 +147,6 @@ def test_replays_follow_the_tokens_positions_pages_slots_journals_and_draws(mode
             move_to_another_slot(states, streams)
     assert [states[0].digest(s) for s in streams[0]] == [states[1].digest(s) for s in streams[1]]
     assert streams[0][0].rows > PAGE_ROWS
-    graphs = models[1].ops.passes._graphs
     assert graphs.replays > STEPS // 2
     assert graphs.cuts >= 1
 

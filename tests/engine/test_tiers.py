@@ -67,6 +67,13 @@ def test_a_reply_of_the_cuda_device_is_the_same_after_each_tier(test_checkpoint,
     compare_tiers(test_checkpoint, tmp_path, model, ("host", "disk"), rows=3, more=1, reply_tokens=2)
 
 
+@pytest.mark.usefixtures("real_gpu")
+def test_a_reply_of_a_gpu_is_the_same_after_each_tier(test_checkpoint, tmp_path):
+    model = loaded(test_checkpoint, "cuda")
+    tiers = ("device", "host", "disk", "restart")
+    compare_tiers(test_checkpoint, tmp_path, model, tiers, rows=70, more=9, reply_tokens=6)
+
+
 def test_other_lanes_go_on_while_a_state_arrives(test_checkpoint):
     model = loaded(test_checkpoint)
     copies = delay_copies(model)

@@ -1,6 +1,7 @@
 """The linear layer's CUDA kernels, on the emulator or, with ISOBIT_TEST_GPU=1, on a GPU."""
 
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -109,6 +110,18 @@ def test_warps_with_columns_of_their_own_change_nothing(rows, monkeypatch):
     for _ in range(2):
         assert on_host(x, handle).tobytes() == expected.tobytes()
     assert not memory.to_host(handle.counters).any()
+
+
+@pytest.mark.parametrize("processors", [1, 1000])
+@pytest.mark.parametrize("name", ["float16, in two parts", "4 plain shards", "4 shards"])
+def test_the_number_of_multiprocessors_changes_nothing(name, processors, monkeypatch):
+    x, weights = rows_of(name, 3)
+    handle = cuda.prepare_linear(weights)
+    expected = on_host(x, handle, cuda.MANY_ROWS)
+    monkeypatch.setattr(memory, "multiprocessors", lambda: processors)
+    for choice in ("plain_shape", "few_rows_shape"):
+        monkeypatch.setattr(cuda, choice, cache(getattr(cuda, choice).__wrapped__))
+    assert on_host(x, handle, cuda.FEW_ROWS).tobytes() == expected.tobytes()
 
 
 def test_passes_of_few_rows_change_nothing(monkeypatch):

@@ -167,9 +167,11 @@ def plain_part(queries, keys, values):
     return list(zip(highest, totals, sums, strict=True))
 
 
+@pytest.mark.parametrize("processors", [1, 1000])
 @pytest.mark.parametrize("how", READS)
-def test_reads_as_defined_rounding_by_rounding(both, how):
+def test_reads_as_defined_rounding_by_rounding(both, how, processors, monkeypatch):
     need_known_steps()
+    monkeypatch.setattr(memory, "multiprocessors", lambda: processors)
     layer, batch, rows = both.layer, both.batch((0, 301, 1)), both.layer.rows(1)
     selection = both.select(rows, batch)
     y = both.read(rows, selection, batch, how)[0]
