@@ -1,7 +1,7 @@
 """Kernels by source, name and macros, launched on PyTorch's current stream; or on the emulator, for tests.
 
 `load("ops/linear/few_rows.cu", "few_rows", BITS=3)(grid, block, x, rows)`: tensors are passed as pointers, None as the
-null pointer, int as int32, float as float32, `Long` and `Double` as 64 bits.
+null pointer, int as int32, float as float32, `Long` and `Double` as 64 bits, `Fields` as a struct.
 
 In a graph a kernel that is launched `early` may begin before the kernel before it has ended (programmatic dependent
 launch), but not before that one's inputs are there. Until its own `await_inputs()` it reads nothing but what came as
@@ -50,6 +50,13 @@ class Constant:
 
 class Settled(Constant):
     """A tensor that neither the kernel before nor those beside it write: what an early kernel may read at once."""
+
+
+class Fields:
+    """A struct of 8 bytes a field: tensors, None and ints (int64), each as it would be passed alone."""
+
+    def __init__(self, *values: Any):
+        self.values = values
 
 
 class Launcher(Protocol):
@@ -108,10 +115,19 @@ def packed(arguments: tuple[Any, ...]) -> tuple[ctypes.Array, list[Any]]:
             values.append(ctypes.c_int64(argument.value))
         elif isinstance(argument, Double):
             values.append(ctypes.c_double(argument.value))
+        elif isinstance(argument, Fields):
+            values.append((ctypes.c_uint64 * len(argument.values))(*map(_field, argument.values)))
         else:
             values.append(ctypes.c_void_p(argument.data_ptr()))
     addresses = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
     return addresses, values
+
+
+def _field(given: Any) -> int:
+    argument = given.tensor if isinstance(given, Constant) else given
+    if argument is None:
+        return 0
+    return argument if isinstance(argument, int) else int(argument.data_ptr())
 
 
 def three(size: Size) -> tuple[int, int, int]:

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import tempfile
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,8 @@ class _Region(ctypes.Structure):
 
 def _regions(arguments: tuple[Any, ...]) -> list[_Region]:
     """The arrays that an early kernel must await."""
-    tensors = [argument for argument in arguments if hasattr(argument, "data_ptr")]
+    fields = [argument.values for argument in arguments if isinstance(argument, kernels.Fields)]
+    tensors = [argument for argument in chain(arguments, *fields) if hasattr(argument, "data_ptr")]
     return [_Region(tensor.data_ptr(), _extent(tensor)) for tensor in tensors if tensor.numel()]
 
 

@@ -1,14 +1,15 @@
 """The linear layer on CUDA: tensor cores for trellis and half weights, float32 chains for what half cannot hold."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
+from math import ceil
 
 import torch
 
 from isobit.checkpoint.weights import Linear
 from isobit.cuda import kernels, memory
-from isobit.cuda.kernels import Constant
+from isobit.cuda.kernels import Constant, Fields
 from isobit.ops.linear import cuda_layers, cuda_products
 from isobit.ops.linear.cuda_layers import (
     BLOCK,
@@ -30,12 +31,14 @@ ROW_WARPS = 8  # of a block that rotates rows
 WARP_ROWS = 4  # of many, that a warp rotates
 ROW_THREADS = 256
 OCTETS = ROW_THREADS // 8  # rows' blocks of 128 that a thread block rotates at a time
-TURNS = 4  # warps that share a column of tiles
-MOST_COLUMNS = 3
-ONE_WAVE = 6  # chains that a multiprocessor carries at a time
+MOST_TURNS = 8  # warps that share a column of tiles
 MOST_UNITS = 8  # rows' blocks of 128 that a warp may rotate before it multiplies, four at a time
 SHARED_OPERAND_BYTES = 64 << 10  # that a block copies at most, rather than reading it again and again
-MOST_WARPS = {1: 12, 2: 12, 4: 8, 8: 8}  # of a block, by its tiles of 8 rows
+RESIDENT_WARPS = {1: 24, 2: 24, 4: 8, 8: 8}  # of a multiprocessor, by the tiles of 8 rows
+SMALLER_BLOCK = 12  # warps, of which two blocks are on a multiprocessor
+BLOCK_COLUMNS = BLOCK // TILE
+MOST_SIDES = 3  # launches beside another
+MOST_GROUPED = 4  # layers of one launch, as in few_rows.cu
 WIDE_COLUMNS = 16  # of tiles for each multiprocessor, from which on every warp has its own
 WIDE_STAGES = 3
 MOST_FEEDERS = 14  # warps of a block of a plain layer that feed its chains
@@ -58,11 +61,8 @@ def linear(x: torch.Tensor, handle: LinearHandle, how: int = BY_ROW_COUNT) -> to
 
     Up to 64 rows nothing depends on a value, so that the call can be captured in a graph.
     """
-    if x.dtype != torch.float32 or not x.is_contiguous():
-        raise TypeError(f"linear: x is {x.dtype} with strides {x.stride()}, expected contiguous float32")
-    rows, width = x.shape
-    if width != handle.in_features:
-        raise ValueError(f"linear: x has {width} columns, expected {handle.in_features}")
+    checked(x, handle)
+    rows = len(x)
     y = memory.empty((rows, handle.out_features))
     if not rows:
         return y
@@ -76,76 +76,136 @@ def linear(x: torch.Tensor, handle: LinearHandle, how: int = BY_ROW_COUNT) -> to
     return y
 
 
+def checked(x: torch.Tensor, handle: LinearHandle) -> None:
+    """Raises TypeError or ValueError for an x that is no input of the layer."""
+    if x.dtype != torch.float32 or not x.is_contiguous():
+        raise TypeError(f"linear: x is {x.dtype} with strides {x.stride()}, expected contiguous float32")
+    if x.shape[1] != handle.in_features:
+        raise ValueError(f"linear: x has {x.shape[1]} columns, expected {handle.in_features}")
+
+
 def linears(x: torch.Tensor, handles: Sequence[LinearHandle]) -> list[torch.Tensor]:
-    """Several layers of the same x: what `linear` gives for each; few rows side by side."""
-    if len(x) > MOST_FEW_ROWS or memory.is_emulated():
+    """Several layers of the same x: what `linear` gives for each; few rows in one launch, or side by side."""
+    if not 0 < len(x) <= MOST_FEW_ROWS:
         return [linear(x, handle) for handle in handles]
+    outputs: dict[int, torch.Tensor] = {}
+    side_by_side([partial(_compute_group, x, handles, group, outputs) for group in groups_of(handles)])
+    return [outputs[index] for index in range(len(handles))]
+
+
+def side_by_side(launches: Sequence[Callable[[], object]]) -> None:
+    """The first on the current stream, some beside it, what is left after it; the current stream waits for all."""
+    beside, after = launches[1 : 1 + MOST_SIDES], launches[1 + MOST_SIDES :]
+    if memory.is_emulated() or not beside:
+        for launch in launches:
+            launch()
+        return
     main = torch.cuda.current_stream()
-    forked, outputs = main.record_event(), [linear(x, handles[0])]
-    for side, handle in zip(_side_streams(), handles[1:], strict=False):
+    forked = main.record_event()
+    launches[0]()
+    for side, launch in zip(_side_streams(), beside, strict=False):
         with torch.cuda.stream(side):
             side.wait_event(forked)
             try:
-                outputs.append(linear(x, handle))
+                launch()
             finally:
                 main.wait_event(side.record_event())
-    return outputs + [linear(x, handle) for handle in handles[len(outputs) :]]
+    for launch in after:
+        launch()
+
+
+def groups_of(handles: Sequence[LinearHandle]) -> list[tuple[int, ...]]:
+    """The places of the layers that one launch computes, the largest launch first."""
+    alike: dict[tuple, list[int]] = {}
+    for index, handle in enumerate(handles):
+        alike.setdefault(_group_key(handle, index), []).append(index)
+    groups = [
+        tuple(places[first : first + MOST_GROUPED])
+        for places in alike.values()
+        for first in range(0, len(places), MOST_GROUPED)
+    ]
+    return sorted(groups, key=lambda group: -sum(handles[index].nbytes for index in group))
+
+
+def _group_key(handle: LinearHandle, index: int) -> tuple:
+    """Equal for layers that can be in one launch, which has one format, one number of shards and no layer twice."""
+    if not isinstance(handle, TrellisLayer) or handle.shards > 1 or is_wide(handle):
+        return (index,)
+    return ("trellis", handle.in_features, *sorted(handle.defines.items()))
+
+
+def _compute_group(
+    x: torch.Tensor, handles: Sequence[LinearHandle], group: tuple[int, ...], outputs: dict[int, torch.Tensor]
+) -> None:
+    layers = [handle for handle in (handles[index] for index in group) if isinstance(handle, TrellisLayer)]
+    if len(group) == 1:
+        outputs[group[0]] = linear(x, handles[group[0]])
+    else:
+        checked(x, layers[0])
+        computed = [memory.empty((len(x), layer.out_features)) for layer in layers]
+        few_trellis_rows(x, layers, computed)
+        outputs.update(zip(group, computed, strict=True))
 
 
 @cache
 def _side_streams() -> tuple[torch.cuda.Stream, ...]:
     """Streams for layers beside another; what they allocate is used on the main stream only until they wait for it."""
-    return tuple(torch.cuda.Stream() for _ in range(3))
+    return tuple(torch.cuda.Stream() for _ in range(MOST_SIDES))
 
 
 def few_rows(x: torch.Tensor, handle: TrellisLayer | HalfLayer, y: torch.Tensor) -> None:
     """y [R, out_features] of up to 64 rows."""
     if isinstance(handle, TrellisLayer):
-        few_trellis_rows(x, handle, y)
+        few_trellis_rows(x, [handle], [y])
     else:
         few_plain_rows(x, handle, y)
 
 
-def few_trellis_rows(x: torch.Tensor, handle: TrellisLayer, y: torch.Tensor) -> None:
-    """The same of a trellis: rotate, decode and multiply, rotate back."""
-    rows, width = x.shape
-    blocks, tile_columns = handle.input_blocks, handle.stored_outputs // TILE
-    if handle.shards == 1 and tile_columns >= WIDE_COLUMNS * memory.multiprocessors():
-        wide_trellis_rows(x, handle, y)
+def few_trellis_rows(x: torch.Tensor, layers: Sequence[TrellisLayer], outputs: Sequence[torch.Tensor]) -> None:
+    """The same of a trellis, or of several of one group: rotate, decode and multiply, rotate back."""
+    first = layers[0]
+    if is_wide(first):
+        wide_trellis_rows(x, first, outputs[0])
         return
-    shape = few_rows_shape(tile_columns, handle.shards, blocks, rows)
-    inputs = x if shape.fused else rotated_operand(x, handle)
-    values = memory.empty((handle.shards, rows, handle.stored_outputs))
-    row_tiles, twice_bits = tiles_of(rows), handle.defines["TWICE_BITS"]
+    rows, width = x.shape
+    chunks, shards = first.input_blocks, first.shards
+    columns = tuple(layer.stored_outputs // TILE for layer in layers)
+    shape = few_rows_shape(columns, shards, chunks, rows)
+    row_tiles, twice_bits = tiles_of(rows), first.defines["TWICE_BITS"]
     stages = 3 if twice_bits <= 8 else 2
     shared = shape.columns * (shape.turns * stages * BLOCK * twice_bits + row_tiles * WARP * ALIGNED)
-    operand_bytes = 2 * rows * BLOCK * -(-blocks // handle.shards)
+    operand_bytes = 2 * rows * BLOCK * -(-chunks // shards)
     own_operand = shape.fused or (row_tiles == 1 and operand_bytes <= SHARED_OPERAND_BYTES)
     if own_operand:
         shared += operand_bytes
+    has_blocks = shards == 1 and shape.columns == BLOCK_COLUMNS
+    fields: list = []
+    blocks = 0
+    for layer, layer_columns, y in zip(layers, columns, outputs, strict=True):
+        fields += (Constant(layer.trellis), Constant(layer.suh), Constant(layer.svh), Constant(layer.bias))
+        fields += (x if shape.fused else rotated_operand(x, layer),)
+        fields += (None if has_blocks else memory.empty((shards, rows, layer.stored_outputs)), layer.counters, y)
+        fields += (layer_columns, layer.out_features, blocks)
+        blocks += -(-layer_columns // shape.columns)
+    no_layer = (*(None,) * 8, 0, 0, blocks)
     defines = {"ROW_TILES": row_tiles, "FUSED": int(shape.fused), "SHARED_OPERAND": int(own_operand)}
-    kernels.load("ops/linear/few_rows.cu", "few_rows", **defines, **handle.defines)(
-        (-(-tile_columns // shape.columns), handle.shards),
-        shape.columns * shape.turns * WARP,
-        Constant(handle.trellis),
-        inputs,
-        Constant(handle.suh),
-        values,
-        handle.counters,
-        tile_columns,
-        blocks,
+    defines["MOST_WARPS"] = block_warps(shape.columns * shape.turns, row_tiles)
+    kernels.load("ops/linear/few_rows.cu", "few_rows", **defines, **first.defines)(
+        (blocks, shards),
+        (WARP, shape.turns, shape.columns),
+        Fields(*fields, *no_layer * (MOST_GROUPED - len(layers))),
+        chunks,
         rows,
         width,
         is_whole(x),
-        shape.columns,
-        shape.turns,
-        Constant(handle.svh),
-        Constant(handle.bias),
-        y,
-        handle.out_features,
         shared=shared,
         early=True,
     )
+
+
+def is_wide(layer: TrellisLayer) -> bool:
+    """Whether there are so many outputs that each warp has columns of its own."""
+    return layer.shards == 1 and layer.stored_outputs // TILE >= WIDE_COLUMNS * memory.multiprocessors()
 
 
 def wide_trellis_rows(x: torch.Tensor, handle: TrellisLayer, y: torch.Tensor) -> None:
@@ -212,20 +272,63 @@ class FewRowsShape:
     fused: bool
 
 
+@dataclass(frozen=True)
+class FewRowsCost:
+    """Cycles of a multiprocessor's scheduler, or slots of it, that a part of few_rows takes."""
+
+    begin: int = 200  # slots of a warp until its first chunk
+    chunk: int = 400  # slots of a warp for a chunk, decoding and multiplying
+    rotation: int = 400  # slots of a warp for four units
+    rotated: int = 1200  # cycles until the first four units of every warp are rotated
+    decoded: int = 900  # cycles of a chunk's decoding
+    carried: int = 370  # cycles of a chunk's products and of handing the chain over
+    met: int = 2500  # cycles until other blocks' sums are there
+    block: int = 2000  # cycles of a block beside others
+
+
+FEW_ROWS_COST = FewRowsCost()
+SCHEDULERS = 4  # of a multiprocessor
+
+
 @cache
-def few_rows_shape(tile_columns: int, shards: int, blocks: int, rows: int) -> FewRowsShape:
-    """The shape that spreads the chains most evenly over the multiprocessors; of several the widest."""
-    turns = max(1, min(TURNS, blocks // shards))
-    chains, processors = tile_columns * shards, memory.multiprocessors()
+def few_rows_shape(tile_columns: tuple[int, ...], shards: int, chunks: int, rows: int) -> FewRowsShape:
+    """The shape of least cost for layers of so many columns; of several the one with the most warps."""
+    resident, own_chunks = RESIDENT_WARPS[tiles_of(rows)], max(1, chunks // shards)
+    shapes = [
+        FewRowsShape(columns, turns, rows * -(-chunks // shards) <= MOST_UNITS * columns * turns)
+        for turns in range(1, min(MOST_TURNS, own_chunks, resident) + 1)
+        for columns in range(1, resident // turns + 1)
+    ]
 
-    def most_chains(columns: int) -> int:
-        return columns * -(-(-(-tile_columns // columns) * shards) // processors)
+    def cost(shape: FewRowsShape) -> tuple[float, int]:
+        cycles = few_rows_cycles(shape, tile_columns, shards, chunks, rows)
+        return cycles, -shape.columns * shape.turns
 
-    widest = MOST_WARPS[tiles_of(rows)] // turns
-    columns = min(range(1, min(widest, MOST_COLUMNS) + 1), key=lambda count: (most_chains(count), -count))
-    units = rows * -(-blocks // shards)
-    fused = chains <= ONE_WAVE * processors and units <= MOST_UNITS * columns * turns
-    return FewRowsShape(columns, turns, fused)
+    return min(shapes, key=cost)
+
+
+def few_rows_cycles(
+    shape: FewRowsShape, tile_columns: tuple[int, ...], shards: int, chunks: int, rows: int
+) -> float:
+    """About how many cycles the fullest multiprocessor takes."""
+    cost, own_chunks = FEW_ROWS_COST, -(-chunks // shards)
+    warps = shape.columns * shape.turns
+    blocks = shards * sum(-(-columns // shape.columns) for columns in tile_columns)
+    fullest = -(-blocks // memory.multiprocessors())
+    at_once = min(fullest, RESIDENT_WARPS[tiles_of(rows)] // block_warps(warps, tiles_of(rows)))
+    issued = warps * cost.begin + shape.columns * own_chunks * cost.chunk
+    if shape.fused:
+        issued += ceil(rows * own_chunks / 4) * cost.rotation
+    waited = own_chunks * max(cost.carried, (cost.decoded + cost.carried) / shape.turns)
+    waited += cost.rotated if shape.fused else 0
+    waited += 0 if shards == 1 and shape.columns == BLOCK_COLUMNS else cost.met
+    return fullest * (issued / SCHEDULERS + cost.block) + ceil(fullest / at_once) * waited
+
+
+def block_warps(warps: int, row_tiles: int) -> int:
+    """Which size of block so many warps are a part of, by its registers: 12 or as many as a multiprocessor has."""
+    most = RESIDENT_WARPS[row_tiles]
+    return SMALLER_BLOCK if warps <= SMALLER_BLOCK < most else most
 
 
 def few_plain_rows(x: torch.Tensor, handle: HalfLayer, y: torch.Tensor) -> None:

@@ -37,3 +37,53 @@ DEVICE void wait_for_turn(int barrier, int count, int threads = 2 * WARP) {
     asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 #endif
 }
+
+// Turns of more warps than there are named barriers: a barrier in shared memory for each, passed once a hand over.
+constexpr int MOST_PASSED = 32;
+
+struct Passed {
+    uint64* barriers;
+
+    // Before the first turn, by every thread of the block, which is then to be synchronised.
+    __device__ __forceinline__ void begin(int thread, int count) const {
+        if (thread >= count) return;
+#ifdef EMULATED
+        barriers[thread] = 0;
+#else
+        asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(shared_address(barriers + thread)) : "memory");
+#endif
+    }
+
+    // By a warp: let the one that waits go on; what this warp wrote to shared memory is then to be seen.
+    __device__ __forceinline__ void hand_over(int barrier, int lane) const {
+        __syncwarp();
+        if (lane != 0) return;
+#ifdef EMULATED
+        barriers[barrier]++;
+#else
+        asm volatile("{\n\t.reg .b64 state;\n\tmbarrier.arrive.shared.b64 state, [%0];\n\t}"
+                     ::"r"(shared_address(barriers + barrier)) : "memory");
+#endif
+    }
+
+    // By one warp: wait for the `count`th hand over, 1 the first. There is never one more before the wait has ended.
+    __device__ __forceinline__ void wait(int barrier, int count) const {
+#ifdef EMULATED
+        while (barriers[barrier] < static_cast<uint64>(count)) emulator::pause(emulator::READY);
+#else
+        const unsigned address = shared_address(barriers + barrier), parity = (count - 1) & 1;
+        int done;
+        do {
+            asm volatile("{\n\t.reg .pred done;\n\t"
+#if __CUDA_ARCH__ >= 900
+                         "mbarrier.try_wait.parity.shared.b64 done, [%1], %2;\n\t"
+#else
+                         "mbarrier.test_wait.parity.shared.b64 done, [%1], %2;\n\t"
+#endif
+                         "selp.b32 %0, 1, 0, done;\n\t}"
+                         : "=r"(done) : "r"(address), "r"(parity) : "memory");
+        } while (!done);
+#endif
+        __syncwarp();
+    }
+};

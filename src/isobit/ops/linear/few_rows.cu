@@ -1,4 +1,4 @@
-// A trellis layer for up to 64 rows: tiles decoded in registers, one chain an output and k-shard.
+// Trellis layers of one input for up to 64 rows: tiles decoded in registers, one chain an output and k-shard.
 //
 // Weights are the A operand (16 outputs), rows the B operand (8 at a time). The warps of a column of tiles decode 128
 // inputs each, all at once, and take turns in carrying the chain over them, so that k ascends.
@@ -21,8 +21,15 @@
 #ifndef SHARED_OPERAND
 #define SHARED_OPERAND 1
 #endif
+#ifndef MOST_WARPS
+#define MOST_WARPS 12
+#endif
 
-constexpr int MOST_WARPS = ROW_TILES <= 2 ? 12 : 8;
+constexpr int RESIDENT_WARPS = ROW_TILES <= 2 ? 24 : 8;  // of a multiprocessor
+constexpr int MOST_LAYERS = 4;
+constexpr int LONG_SHARDS = 4;
+constexpr int BLOCK_COLUMNS = ROTATION / TILE;
+constexpr int MOST_MET = (MOST_WARPS + BLOCK_COLUMNS - 2) / BLOCK_COLUMNS + 1;  // blocks of outputs that columns meet
 constexpr int CHUNK_TILES = 8;  // a turn: 128 inputs
 constexpr int EARLY = ROW_TILES == 1 ? 4 : 1;  // quarters of inputs loaded before a turn
 constexpr bool FROM_SHARED = FUSED || SHARED_OPERAND;
@@ -116,120 +123,177 @@ DEVICE void decode_chunk(unsigned fragments[CHUNK_TILES][4], ChunkRing& ring, co
 
 // Ask early for the scales of this block's inputs and outputs.
 DEVICE void fetch_scales(const half_bits* input_scales, int first_input, int inputs, const half_bits* output_scales,
-                         int first_output, int outputs) {
+                         int first_output, int outputs, int thread) {
     constexpr int LINE = 64;  // halves
-    const int at = threadIdx.x * LINE;
+    const int at = thread * LINE;
     if (FUSED && at < inputs) fetch_line(input_scales + first_input + at);
     if (at < outputs) fetch_line(output_scales + first_output + at);
 }
 
+// One layer of a launch. x: float [rows, inputs], or, where not FUSED, what rotate_few made of it. values: float
+// [shards, rows, 16 * columns], written and read here. counters: zeros, one a block of 128 outputs. Both are not used by
+// a launch of one shard whose blocks have 8 columns each. first_block: of the launch's, which are its layers' in turn.
+struct Layer {
+    const uint4* trellis;
+    const half_bits* input_scales;
+    const half_bits* output_scales;
+    const float* bias;
+    const void* x;
+    float* values;
+    int* counters;
+    float* y;
+    int64 columns, outputs, first_block;
+};
+
+struct Layers {
+    Layer at[MOST_LAYERS];
+};
+
+DEVICE int layer_of_block(const Layers& layers, int block) {
+    int own = 0;
+#pragma unroll
+    for (int i = 1; i < MOST_LAYERS; i++)
+        if (block >= static_cast<int>(layers.at[i].first_block)) own = i;
+    return own;
+}
+
+DEVICE int first_chunk_of(int shard, int shards, int chunks) {
+    return shards == 1 ? shard * chunks : shard * chunks / LONG_SHARDS;
+}
+
 // Rotate out the blocks of 128 outputs that this thread block is the last to add to.
-DEVICE void finish_blocks(const Sums& sums, const Finish& finish, int* counters, int first, int count, int shards) {
-    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, warps = blockDim.x / WARP;
-    constexpr int block_columns = ROTATION / TILE;
-    for (int block = first / block_columns; block * block_columns < first + count; block++) {
-        const int begin = larger(first, block * block_columns);
-        const int end = smaller(first + count, (block + 1) * block_columns);
-        if (!arrives_last(counters + block, end - begin, block_columns * shards)) continue;
-        for (int row = warp; row < sums.rows; row += warps) {
-            float v[4];
-            totals_of(sums, row, block * ROTATION + 4 * lane, v);
-            finish_block(finish, row, block, v, lane);
-        }
+DEVICE void finish_blocks(const Sums& sums, const Finish& finish, int* counters, int first, int count, int shards,
+                          int warp, int warps, int lane) {
+    __shared__ bool last[MOST_MET];
+    const int first_block = first / BLOCK_COLUMNS, met = (first + count - 1) / BLOCK_COLUMNS - first_block + 1;
+    __syncthreads();
+    if (warp == 0 && lane < met) {
+        const int block = first_block + lane;
+        const int begin = larger(first, block * BLOCK_COLUMNS);
+        const int end = smaller(first + count, (block + 1) * BLOCK_COLUMNS);
+        last[lane] = completes(counters + block, end - begin, BLOCK_COLUMNS * shards);
+    }
+    __syncthreads();
+    for (int unit = warp; unit < met * sums.rows; unit += warps) {
+        const int own = unit / sums.rows, row = unit - own * sums.rows, block = first_block + own;
+        if (!last[own]) continue;
+        float v[4];
+        totals_of(sums, row, block * ROTATION + 4 * lane, v);
+        finish_block(finish, row, block, v, lane);
     }
 }
 
-// grid (ceil(tile_columns / columns), shards), threads 32 * columns * turns. x: float [rows, inputs], or, where not
-// FUSED, what rotate_few made of it, which a block copies first where SHARED_OPERAND. values: float [shards, rows,
-// 16 * tile_columns], written and read here. counters: zeros, one a block of 128 outputs.
-extern "C" __global__ void __launch_bounds__(MOST_WARPS * WARP, ROW_TILES <= 2 ? 2 : 1)
-few_rows(const uint4* __restrict__ trellis, const void* x, const half_bits* input_scales, float* values, int* counters,
-         int tile_columns, int input_blocks, int rows, int inputs, int whole, int columns, int turns,
-         const half_bits* output_scales, const float* bias, float* y, int outputs) {
-    DYNAMIC_SHARED(unsigned, shared);
-    begin_turns();
-    const int lane = remembered(threadIdx.x % WARP), warp = remembered(threadIdx.x / WARP);
-    const int turn = warp % turns, own_column = warp / turns;
-    const int first_column = blockIdx.x * columns, column = first_column + own_column;
-    const int shard = blockIdx.y, shards = gridDim.y;
-    const int first_chunk = shard * input_blocks / shards, last_chunk = (shard + 1) * input_blocks / shards;
+// Rotate out the block of 128 outputs whose 8 columns this thread block has: `chains` as its warps hand them over.
+DEVICE void finish_own_block(const float* chains, const Finish& finish, int block, int rows, int warp, int warps,
+                             int lane) {
+    __syncthreads();
+    for (int row = warp; row < rows; row += warps) {
+        // Outputs 4 * lane on, of a column the 16 / 4 of four lanes: the C operand's register 2 * (output / 8) + row % 2
+        // of lane 4 * (output % 8) + row % 8 / 2.
+        const float* at = chains + ((lane / 4 * ROW_TILES + row / 8) * WARP + lane % 2 * 16 + row % 8 / 2) * 4;
+        float v[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) v[i] = at[16 * i + lane % 4 / 2 * 2 + row % 2];
+        finish_block(finish, row, block, v, lane);
+    }
+}
 
-    fetch_scales(input_scales, first_chunk * ROTATION, (last_chunk - first_chunk) * ROTATION, output_scales,
-                 first_column * TILE, smaller(columns, tile_columns - first_column) * TILE);
+// grid (blocks of all layers, shards), threads (32, turns, columns). The layers have `chunks` blocks of 128 inputs; the
+// rotated inputs of those that are not FUSED are copied first where SHARED_OPERAND.
+extern "C" __global__ void __launch_bounds__(MOST_WARPS * WARP, RESIDENT_WARPS / MOST_WARPS)
+few_rows(const __grid_constant__ Layers layers, int chunks, int rows, int inputs, int whole) {
+    DYNAMIC_SHARED(unsigned, shared);
+    __shared__ uint64 barriers[MOST_WARPS];
+    const int lane = remembered(threadIdx.x), turn = threadIdx.y, own_column = threadIdx.z;
+    const int turns = blockDim.y, columns = blockDim.z, warp = own_column * turns + turn, warps = columns * turns;
+    const Layer& layer = layers.at[layer_of_block(layers, blockIdx.x)];
+    const uint4* trellis = layer.trellis;
+    const int tile_columns = layer.columns;
+    const int first_column = (blockIdx.x - static_cast<int>(layer.first_block)) * columns;
+    const int column = first_column + own_column, count = smaller(columns, tile_columns - first_column);
+    const int shard = blockIdx.y, shards = gridDim.y;
+    const int first_chunk = first_chunk_of(shard, shards, chunks);
+    const int last_chunk = first_chunk_of(shard + 1, shards, chunks);
+
     unsigned* stages = shared + warp * STAGES * CHUNK_WORDS;
     ChunkRing ring(stages, tile_columns, column, first_chunk + turn, turns, lane);
     const bool real = column < tile_columns;
 #pragma unroll
     for (int stage = 0; stage < STAGES; stage++)
         ring.advance(trellis, real && first_chunk + turn + stage * turns < last_chunk, lane);
+    const int thread = warp * WARP + lane;
+    const Passed passed = {barriers};
+    passed.begin(thread, warps);
+    fetch_scales(layer.input_scales, first_chunk * ROTATION, (last_chunk - first_chunk) * ROTATION,
+                 layer.output_scales, first_column * TILE, count * TILE, thread);
 
+    float4* handed = reinterpret_cast<float4*>(shared + warps * STAGES * CHUNK_WORDS);
+    float4* own_handed = handed + own_column * ROW_TILES * WARP + lane;
+    uint4* own_inputs = reinterpret_cast<uint4*>(handed + columns * ROW_TILES * WARP);
+    const bool has_block = shards == 1 && columns == BLOCK_COLUMNS;
     const LanePlace<TWICE_BITS> place(lane);
-    unsigned fragments[CHUNK_TILES][4];
-    if (real) decode_chunk(fragments, ring, place, trellis, first_chunk + turn + STAGES * turns < last_chunk, lane);
-
-    await_inputs();
-    uint4* after_stages = reinterpret_cast<uint4*>(shared + columns * turns * STAGES * CHUNK_WORDS);
-    float4* handed = reinterpret_cast<float4*>(after_stages) + own_column * ROW_TILES * WARP + lane;
-    uint4* own_inputs = after_stages + columns * ROW_TILES * WARP;
-    const uint4* rotated = static_cast<const uint4*>(x);
+    int places[ROW_TILES];
+#pragma unroll
+    for (int tile = 0; tile < ROW_TILES; tile++)
+        places[tile] = smaller(8 * tile + lane / 4, rows - 1) * 4 + lane % 4;
+    Operand operand = {nullptr, 4 * rows};
+    int round = turn == 0 ? 0 : 1;
+#pragma unroll 1
+    for (int chunk = first_chunk + turn;; chunk += turns, round++) {
+        unsigned fragments[CHUNK_TILES][4];
+        uint4 early[EARLY][ROW_TILES];
+        if (!FROM_SHARED && operand.inputs) load_early(early, operand, places);
+        if (real) decode_chunk(fragments, ring, place, trellis, chunk + STAGES * turns < last_chunk, lane);
+        if (!operand.inputs) {
+            await_inputs();
+            const uint4* rotated = static_cast<const uint4*>(layer.x) + first_chunk * 16 * rows;
 #if FUSED
-    rotate_units(reinterpret_cast<unsigned*>(own_inputs), static_cast<const float*>(x), input_scales, first_chunk, 0,
-                 rows * (last_chunk - first_chunk), rows, inputs, whole);
+            rotate_units(reinterpret_cast<unsigned*>(own_inputs), static_cast<const float*>(layer.x),
+                         layer.input_scales, first_chunk, 0, rows * (last_chunk - first_chunk), rows, inputs, whole,
+                         thread, warps * WARP);
 #elif SHARED_OPERAND
 #pragma unroll 4
-    for (int i = threadIdx.x; i < (last_chunk - first_chunk) * 16 * rows; i += blockDim.x)
-        own_inputs[i] = rotated[first_chunk * 16 * rows + i];
+            for (int i = thread; i < (last_chunk - first_chunk) * 16 * rows; i += warps * WARP)
+                own_inputs[i] = rotated[i];
 #endif
-    if (FROM_SHARED) {
-        rotated = own_inputs - first_chunk * 16 * rows;
-        __syncthreads();
-    }
-    if (real) {
-        int places[ROW_TILES];
-#pragma unroll
-        for (int tile = 0; tile < ROW_TILES; tile++)
-            places[tile] = smaller(8 * tile + lane / 4, rows - 1) * 4 + lane % 4;
-        const int barriers = kept((warp + 1) << 8 | (turn == 0 ? warp + turns : warp));
-        Operand operand = {rotated + (first_chunk + turn) * 16 * rows, 4 * rows};
-        if (turn == turns - 1) {
-#pragma unroll
-            for (int tile = 0; tile < ROW_TILES; tile++) handed[tile * WARP] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-            hand_over(barriers >> 8);
+            __syncthreads();
+            operand.inputs = (FROM_SHARED ? own_inputs : rotated) + turn * 16 * rows;
+            if (!FROM_SHARED && real) load_early(early, operand, places);
         }
-        int round = 1;
-        uint4 early[EARLY][ROW_TILES];
-        if (!FROM_SHARED) load_early(early, operand, places);
-#pragma unroll 1
-        for (int chunk = first_chunk + turn; chunk < last_chunk; chunk += turns, round++) {
-            // From shared memory they come in time, and decoding has more registers.
-            if (FROM_SHARED) load_early(early, operand, places);
-            Chains chains;
-            wait_for_turn(barriers & 0xFF, round);
+        if (!real) break;
+        // From shared memory they come in time, and decoding has more registers.
+        if (FROM_SHARED) load_early(early, operand, places);
+        Chains chains = {};
+        if (chunk > first_chunk) {
+            passed.wait(warp, round);
 #pragma unroll
             for (int tile = 0; tile < ROW_TILES; tile++) {
-                const float4 c = handed[tile * WARP];
+                const float4 c = own_handed[tile * WARP];
                 chains.c[tile][0] = c.x, chains.c[tile][1] = c.y, chains.c[tile][2] = c.z, chains.c[tile][3] = c.w;
             }
-            carry(chains, fragments, early, operand, places);
-            operand.inputs += turns * 16 * rows;
-            if (chunk + 1 < last_chunk) {
-#pragma unroll
-                for (int tile = 0; tile < ROW_TILES; tile++) {
-                    const float* c = chains.c[tile];
-                    handed[tile * WARP] = make_float4(c[0], c[1], c[2], c[3]);
-                }
-                hand_over(barriers >> 8);
-            } else {
-                const int64 shard_values = static_cast<int64>(rows) * tile_columns * TILE;
-                store_column(chains.c, values + shard * shard_values, rows, tile_columns * TILE, column * TILE, lane);
-            }
-            if (chunk + turns >= last_chunk) break;
-            if (!FROM_SHARED) load_early(early, operand, places);
-            decode_chunk(fragments, ring, place, trellis, chunk + (STAGES + 1) * turns < last_chunk, lane);
         }
+        carry(chains, fragments, early, operand, places);
+        operand.inputs += turns * 16 * rows;
+        const bool is_last = chunk + 1 == last_chunk;
+        if (is_last && !has_block) {
+            float* values = layer.values + static_cast<int64>(shard) * rows * tile_columns * TILE;
+            store_column(chains.c, values, rows, tile_columns * TILE, column * TILE, lane);
+        } else {
+#pragma unroll
+            for (int tile = 0; tile < ROW_TILES; tile++) {
+                const float* c = chains.c[tile];
+                own_handed[tile * WARP] = make_float4(c[0], c[1], c[2], c[3]);
+            }
+            if (!is_last) passed.hand_over(turn + 1 == turns ? warp - turn : warp + 1, lane);
+        }
+        if (chunk + turns >= last_chunk) break;
     }
-    const Sums sums = {values, shards, rows, tile_columns * TILE};
-    const Finish finish = {output_scales, bias, y, outputs};
-    const int count = smaller(columns, tile_columns - first_column);
-    finish_blocks(sums, finish, counters, first_column, count, shards);
+    const Finish finish = {layer.output_scales, layer.bias, layer.y, static_cast<int>(layer.outputs)};
+    if (has_block) {
+        finish_own_block(reinterpret_cast<const float*>(handed), finish, first_column / BLOCK_COLUMNS, rows, warp,
+                         warps, lane);
+        return;
+    }
+    const Sums sums = {layer.values, shards, rows, tile_columns * TILE};
+    finish_blocks(sums, finish, layer.counters, first_column, count, shards, warp, warps, lane);
 }

@@ -10,7 +10,7 @@ extern "C" __global__ void rotate_few(
     await_inputs();
     const int first = blockIdx.x * (INPUT_WARPS * WARP / octet::LANES), units = rows * blocks;
     rotate_units(operand, x, scales, 0, first, smaller(first + INPUT_WARPS * WARP / octet::LANES, units), rows, inputs,
-                 whole);
+                 whole, threadIdx.x, blockDim.x);
 }
 
 // For many rows: half [rows, 128 * blocks]. grid (blocks, ceil(rows / 32)), 256 threads: a warp four rows.

@@ -70,16 +70,17 @@ DEVICE void rotate(float v[2 * PAIRS], int j) {
 
 }  // namespace octet
 
-// Rotate `units`, each a row's block of inputs, from `first_unit` on by the warps of a thread block: unit = (block -
-// first_block) * rows + row. They go where few_rows finds them, in the order of the B operand's registers: uint4
-// [K / 32, rows, 4]; of row r and t = 0 to 3 the pairs of k = 2t, 2t + 8, 2t + 16, 2t + 24 of each 32.
+// Rotate units, each a row's block of inputs, from `first_unit` to before `units` by the `threads` of a thread block:
+// unit = (block - first_block) * rows + row. They go where few_rows finds them, in the order of the B operand's
+// registers: uint4 [K / 32, rows, 4]; of row r and t = 0 to 3 the pairs of k = 2t, 2t + 8, 2t + 16, 2t + 24 of each 32.
 DEVICE void rotate_units(unsigned* operand, const float* x, const half_bits* scales, int first_block, int first_unit,
-                         int units, int rows, int inputs, bool whole) {
-    const int j = threadIdx.x % octet::LANES, octets = blockDim.x / octet::LANES;
+                         int units, int rows, int inputs, bool whole, int thread, int threads) {
+    const int j = thread % octet::LANES, octets = threads / octet::LANES;
+    const int warp_first = first_unit + thread / WARP * (WARP / octet::LANES);
 #pragma unroll 1
-    for (int first = first_unit; first < units; first += octets) {
-        const int unit = first + threadIdx.x / octet::LANES, own = smaller(unit, units - 1);
-        const int row = own % rows, block = own / rows;
+    for (int first = warp_first; first < units; first += octets) {
+        const int unit = first + thread % WARP / octet::LANES, own = smaller(unit, units - 1);
+        const int block = rows == 1 ? own : own / rows, row = own - block * rows;
         const int column = (first_block + block) * ROTATION + octet::place_of(j);
         float v[2 * octet::PAIRS];
         octet::load(x + static_cast<int64>(row) * inputs, column, inputs, whole, v);
