@@ -1,7 +1,9 @@
-"""Speed of the linear layer on this GPU at real widths: `python bench/cuda/linear.py [--quick]`.
+"""Speed of the linear layer on this GPU at real widths: `python bench/cuda/linear.py [--quick | --shapes]`.
 
 Milliseconds a call, rotations included, beside the time that the stored weights take at the card's copy rate, or the
 products at its tensor rate. Few rows run in a graph over layers that together are larger than the second-level cache.
+`--shapes`: the trellis layers of a decoded row through the shapes that a block can have, the chosen one marked, beside
+what few_rows_cycles says.
 """
 
 import sys
@@ -21,11 +23,21 @@ MOST_LAYERS = 48
 TRELLIS = ((2560, 12288, 3), (2560, 98304, 3), (2560, 98304, 4), (6144, 2560, 4), (2560, 10240, 4), (2560, 512, 4))
 MORE_TRELLIS = ((2560, 6144, 4), (640, 2560, 4), (2560, 640, 4), (2560, 248320, 5), (2560, 98304, 2), (2560, 98304, 5))
 PLAIN = ((10240, 336), (320, 10240), (2560, 512), (2560, 48))
-SHAPES = tuple(
-    cuda.FewRowsShape(columns, turns, fused)
-    for columns, turns in ((1, 4), (2, 4), (3, 4), (4, 3), (6, 2), (2, 2), (1, 8), (1, 2), (3, 2))
-    for fused in (True, False)
-)
+SWEPT = (
+    ("in_qkv", 2560, (10240,), 4),
+    ("in_z", 2560, (6144,), 4),
+    ("in_qkv and in_z", 2560, (10240, 6144), 4),
+    ("out", 6144, (2560,), 4),
+    ("q and gate", 2560, (12288,), 4),
+    ("q and gate", 2560, (12288,), 3),
+    ("index_qk, k and v", 2560, (640, 512, 512), 4),
+    ("k", 2560, (512,), 4),
+    ("down", 640, (2560,), 4),
+)  # name, inputs, outputs of the layers of one launch, bits
+SWEPT_TURNS = {1: (4, 8), 2: (4, 8), 3: (4, 6, 8), 4: (3, 4, 6), 5: (3, 4), 6: (2, 3, 4), 7: (3,), 8: (2, 3), 12: (2,)}
+SWEPT_APART = ((3, 4), (5, 4), (6, 4), (8, 3))
+SWEPT_ROWS = (1, 4)
+SCHEDULER_CLOCK = 1.8e9
 MANY = ((2560, 12288, 4), (6144, 2560, 4), (2560, 640, 4))
 
 
@@ -72,14 +84,33 @@ def few_times(layers: list, name: str, row_counts: Sequence[int]) -> Iterator[En
         yield entry(f"{name}, {rows} rows", few_rows(layers, rows), size / COPY_RATE, size, "TB/s")
 
 
-def shape_times(layers: list, name: str, rows: int) -> Iterator[Entry]:
-    """One layer through every shape of a block, to choose among them."""
-    size = layers[0].nbytes
-    for shape in SHAPES:
-        what = f"{name}, {rows} rows, {shape.columns} columns, {shape.turns} turns, fused {shape.fused}"
-        with patch.object(cuda, "few_rows_shape", lambda *sizes, shape=shape: shape):
-            taken = few_rows(layers, rows)
-        yield entry(what, taken, size / COPY_RATE, size, "TB/s")
+def swept_shapes(shards: int, chunks: int, rows: int, chosen: cuda.FewRowsShape) -> list[cuda.FewRowsShape]:
+    """The chosen one first; rotated apart only some."""
+    shapes = [cuda.FewRowsShape(columns, turns, True) for columns, own in SWEPT_TURNS.items() for turns in own]
+    shapes += [cuda.FewRowsShape(columns, turns, False) for columns, turns in SWEPT_APART]
+    possible = set(cuda.possible_shapes(shards, chunks, rows)) - {chosen}
+    return [chosen, *(shape for shape in shapes if shape in possible)]
+
+
+def shape_times() -> Iterator[Entry]:
+    """The layers of one input through many shapes of a block, to choose among them: early kernels in a graph."""
+    for name, inputs, outputs, bits in SWEPT:
+        size = sum(inputs * width * bits // 8 for width in outputs)
+        count = min(MOST_LAYERS, max(2, -(-CACHE_BYTES // size)))
+        groups = [[trellis_layer(inputs, width, bits) for width in outputs] for _ in range(count)]
+        layer, columns = groups[0][0], tuple(width // TILE for width in outputs)
+        for rows in SWEPT_ROWS:
+            x = torch.randn((rows, inputs), device=memory.device())
+            sizes = columns, layer.shards, layer.input_blocks, rows
+            chosen = cuda.few_rows_shape(*sizes)
+            for shape in swept_shapes(*sizes[1:], chosen):
+                cost = cuda.few_rows_cycles(shape, *sizes, memory.multiprocessors()) / SCHEDULER_CLOCK
+                with patch.object(cuda, "few_rows_shape", lambda *sizes, shape=shape: shape):
+                    taken = graph_milliseconds([partial(cuda.linears, x, group) for group in groups])
+                apart, mark = "" if shape.fused else ", apart", " (chosen)" if shape == chosen else ""
+                what = f"{name} {inputs}x{'+'.join(map(str, outputs))} {bits} bits, {rows} rows, "
+                what += f"{shape.columns} columns x {shape.turns}{apart}{mark}, expected {1e3 * cost:.4f}"
+                yield entry(what, taken, size / COPY_RATE, size, "TB/s")
 
 
 def many_times(inputs: int, outputs: int, bits: int, rows: int) -> Iterator[Entry]:
@@ -120,9 +151,6 @@ def times(quick: bool) -> Iterator[Entry]:
         if outputs == 98304:
             with patch.object(cuda, "WIDE_COLUMNS", 1 << 20):
                 yield from few_times(layers, f"{name}, in turns", (1, 16))
-        if not quick and (inputs, outputs) in ((2560, 12288), (6144, 2560), (2560, 98304), (2560, 512)):
-            for rows in (1, 8) if outputs == 12288 else (1,):
-                yield from shape_times(layers, name, rows)
     for inputs, outputs in PLAIN:
         layers = copies(partial(half_layer, inputs, outputs))
         yield from few_times(layers, f"{inputs}x{outputs} plain", (1, 8, 64) if quick else (1, 4, 8, 16, 64))
@@ -131,4 +159,4 @@ def times(quick: bool) -> Iterator[Entry]:
 
 
 if __name__ == "__main__":
-    show(times("--quick" in sys.argv))
+    show(shape_times() if "--shapes" in sys.argv else times("--quick" in sys.argv))

@@ -14,11 +14,13 @@ from isobit.ops.linear.contract import adversarial_rows, all_formats, awkward_ro
 
 torch = pytest.importorskip("torch", reason="needs PyTorch: pip install 'isobit[cuda]'")
 
+from isobit.contract.controls import controls_of  # noqa: E402
 from isobit.contract.gates import GATES  # noqa: E402
 from isobit.contract.plans import Sizes  # noqa: E402
+from isobit.contract.run import run_control  # noqa: E402
 from isobit.cuda import memory  # noqa: E402
 from isobit.ops.linear import cuda, cuda_layers, cuda_products, cuda_reference  # noqa: E402
-from isobit.ops.linear.cuda_contract import CudaLinearOp  # noqa: E402
+from isobit.ops.linear.cuda_contract import GROUPED, CudaLinearOp  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("emulated_cuda")
 
@@ -53,11 +55,26 @@ class SmallLinearOp(CudaLinearOp):
 
 @pytest.mark.parametrize("name", ["padded, with bias", "float16, in two parts"])
 @pytest.mark.parametrize("gate", GATES)
-@pytest.mark.parametrize("implementation", ["few_rows", "many_rows"])
+@pytest.mark.parametrize("implementation", ["few_rows", "many_rows", "grouped"])
 def test_gates(implementation, gate, name):
     op = SmallLinearOp()
     x, weights = rows_of(name, 10, awkward_rows)
     assert GATES[gate](op, implementation, op._case(name, x, weights), np.random.default_rng(3), SIZES) is None
+
+
+class GroupedOp(CudaLinearOp):
+    """Defects are planted around its first implementation."""
+
+    implementations = (GROUPED,)
+    row_edges = (8,)
+
+
+@pytest.mark.parametrize("defect", ["a launch's later layer", "a launch's layer before", "k runs from the last block"])
+def test_defects_around_a_launch_of_several_layers_are_seen(defect):
+    op = GroupedOp()
+    x, weights = rows_of("padded, with bias", 10, awkward_rows)
+    (control,) = (control for control in controls_of(op) if defect in control.defect)
+    assert run_control(control, [op._case("padded, with bias", x, weights)]).red
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -87,13 +104,71 @@ def test_few_rows_have_the_bytes_of_many(name, rows):
     assert on_host(x[:rows], handle, cuda.FEW_ROWS).tobytes() == many[:rows].tobytes()
 
 
-@pytest.mark.parametrize(("turns", "columns", "fused"), [(1, 1, True), (2, 3, False), (3, 3, True), (4, 2, False)])
+SHAPES_OF_BLOCKS = [(1, 1, True), (2, 3, False), (3, 8, True), (4, 5, False), (5, 2, True), (1, 19, True)]
+
+
+@pytest.mark.parametrize(("turns", "columns", "fused"), SHAPES_OF_BLOCKS)
 def test_the_shape_of_a_block_changes_nothing(turns, columns, fused, monkeypatch):
     x, weights = rows_of("several turns", 3)
     handle = cuda.prepare_linear(weights)
     expected = on_host(x, handle)
     monkeypatch.setattr(cuda, "few_rows_shape", lambda *sizes: cuda.FewRowsShape(columns, turns, fused))
     assert on_host(x, handle).tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize(("rows", "columns", "fused"), [(11, 8, True), (1, 5, True), (1, 3, False)])
+def test_layers_of_one_launch_have_the_bytes_of_each_alone(rows, columns, fused, monkeypatch):
+    rng = np.random.default_rng(7)
+    weights = [
+        random_trellis(rng, 300, 300, "mul1", 3, bias=True),
+        random_plain(rng, 300, 41, "float16"),
+        random_trellis(rng, 300, 128, "mul1", 3),
+        random_trellis(rng, 300, 200, "mul1", 4),
+        random_trellis(rng, 300, 140, "mul1", 3),
+    ]
+    handles = [cuda.prepare_linear(layer) for layer in weights]
+    assert sorted(cuda.groups_of(handles)) == [(0, 2, 4), (1,), (3,)]
+    x = memory.to_device(adversarial_rows(rng, rows, 300))
+    alone = [memory.to_host(cuda.linear(x, handle)).tobytes() for handle in handles]
+    monkeypatch.setattr(cuda, "few_rows_shape", lambda *sizes: cuda.FewRowsShape(columns, 3, fused))
+    for _ in range(2):
+        assert [memory.to_host(y).tobytes() for y in cuda.linears(x, handles)] == alone
+    trellises = [handle for handle in handles if isinstance(handle, cuda_layers.TrellisLayer)]
+    assert not any(memory.to_host(handle.counters).any() for handle in trellises)
+
+
+def test_a_launch_has_no_more_layers_than_the_kernel_and_none_of_several_shards():
+    rng = np.random.default_rng(9)
+    small = [cuda.prepare_linear(random_trellis(rng, 128, 128, "mul1", 3)) for _ in range(5)]
+    assert sorted(map(len, cuda.groups_of(small))) == [1, 4]
+    sharded = [cuda.prepare_linear(random_trellis(rng, 4096, 128, "mul1", 3)) for _ in range(2)]
+    assert cuda.groups_of(sharded) == [(0,), (1,)]
+
+
+def test_layers_of_one_input_refuse_what_each_alone_refuses():
+    rng = np.random.default_rng(9)
+    handles = [cuda.prepare_linear(random_trellis(rng, 128, 128, "mul1", 3)) for _ in range(2)]
+    with pytest.raises(ValueError, match="expected 128"):
+        cuda.linears(memory.zeros((1, 256)), handles)
+
+
+@pytest.mark.parametrize("shards", [1, 4])
+@pytest.mark.parametrize("rows", [1, 4, 16, 17, 64])
+def test_every_possible_block_fits_a_multiprocessor(rows, shards):
+    chunks = 20 if shards == 1 else 48
+    for shape in cuda.possible_shapes(shards, chunks, rows):
+        assert shape.columns * shape.turns <= cuda.RESIDENT_WARPS[cuda.tiles_of(rows)]
+        assert shape.turns <= chunks // shards
+        for twice_bits in (8, 16):
+            assert cuda.shared_bytes(shape, shards, chunks, rows, twice_bits) <= 226 << 10
+
+
+@pytest.mark.parametrize("columns", [(640,), (384,), (640, 384), (768,), (32,)])
+def test_no_possible_shape_costs_less_than_the_chosen_one(columns):
+    chosen = cuda.least_cost_shape(columns, 1, 20, 4, 132)
+    costs = {shape: cuda.few_rows_cycles(shape, columns, 1, 20, 4, 132) for shape in cuda.possible_shapes(1, 20, 4)}
+    assert costs[chosen] == min(costs.values())
+    assert costs[chosen] < costs[cuda.FewRowsShape(1, 1, False)]
 
 
 @pytest.mark.parametrize("rows", [3, 11, 17, 40])

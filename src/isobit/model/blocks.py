@@ -46,12 +46,10 @@ class GatedDeltaNet:
         """[R, H] -> [R, H]."""
         ops, pools = run.ops, run.state.recurrent
         conv, recurrent = f"{self.name}.conv", f"{self.name}.recurrent"
-        qkv, a, b = ops.linears(x, (self.in_qkv, self.in_a, self.in_b))
-        # The recurrence waits more than it computes, and needs no z.
-        z = ops.passes.beside(partial(ops.linear, x, self.in_z))
+        qkv, z, a, b = ops.linears(x, (self.in_qkv, self.in_z, self.in_a, self.in_b))
         qkv = ops.causal_conv(qkv, self.delta, pools[conv], run.batch, run.journal(conv))
         mixed = ops.delta_rule(qkv, a, b, self.delta, pools[recurrent], run.batch, run.journal(recurrent))
-        return ops.linear(ops.gated_norm(mixed, z(), self.delta), self.out)
+        return ops.linear(ops.gated_norm(mixed, z, self.delta), self.out)
 
 
 @dataclass(frozen=True)

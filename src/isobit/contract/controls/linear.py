@@ -171,6 +171,22 @@ def rounded_twice(call: Call) -> Outputs:
     return {"y": as_halves(call.run()["y"])}
 
 
+@plant("linear", "replaces", "a launch's later layer rotates its inputs with the scales of the one before")
+def scales_of_another_layer(call: Call) -> Outputs:
+    weights = call.case.inputs["weights"]
+    if not isinstance(weights, Exl3Linear):
+        return call.run()
+    return call.replay(weights=replace(weights, suh=np.roll(weights.suh, 1)))
+
+
+@plant("linear", "rows", "more than one row take the columns where a launch's layer before would have them")
+def columns_of_another_layer(call: Call) -> Outputs:
+    weights = call.case.inputs["weights"]
+    if call.rows == 1 or not isinstance(weights, Exl3Linear):
+        return call.run()
+    return call.replay(weights=replace(weights, trellis=np.roll(weights.trellis, 1, axis=1)))
+
+
 @plant("linear", "hygiene", "columns past the last whole block of 128 are not written")
 def last_columns_unwritten(call: Call) -> Outputs:
     y = call.run()["y"]

@@ -32,12 +32,9 @@ WARP_ROWS = 4  # of many, that a warp rotates
 ROW_THREADS = 256
 OCTETS = ROW_THREADS // 8  # rows' blocks of 128 that a thread block rotates at a time
 MOST_TURNS = 8  # warps that share a column of tiles
-MOST_UNITS = 8  # rows' blocks of 128 that a warp may rotate before it multiplies, four at a time
-SHARED_OPERAND_BYTES = 64 << 10  # that a block copies at most, rather than reading it again and again
-RESIDENT_WARPS = {1: 24, 2: 24, 4: 8, 8: 8}  # of a multiprocessor, by the tiles of 8 rows
-SMALLER_BLOCK = 12  # warps, of which two blocks are on a multiprocessor
+SHARED_OPERAND_BYTES = 64 << 10  # that a block rotates or copies at most
+RESIDENT_WARPS = {1: 24, 2: 24, 4: 8, 8: 8}  # of a multiprocessor, by the tiles of 8 rows, as in few_rows.cu
 BLOCK_COLUMNS = BLOCK // TILE
-MOST_SIDES = 3  # launches beside another
 MOST_GROUPED = 4  # layers of one launch, as in few_rows.cu
 WIDE_COLUMNS = 16  # of tiles for each multiprocessor, from which on every warp has its own
 WIDE_STAGES = 3
@@ -94,24 +91,22 @@ def linears(x: torch.Tensor, handles: Sequence[LinearHandle]) -> list[torch.Tens
 
 
 def side_by_side(launches: Sequence[Callable[[], object]]) -> None:
-    """The first on the current stream, some beside it, what is left after it; the current stream waits for all."""
-    beside, after = launches[1 : 1 + MOST_SIDES], launches[1 + MOST_SIDES :]
-    if memory.is_emulated() or not beside:
+    """The first on the current stream and the others in turn beside it; the current stream waits for them."""
+    first, *others = launches
+    if memory.is_emulated() or not others:
         for launch in launches:
             launch()
         return
-    main = torch.cuda.current_stream()
+    main, side = torch.cuda.current_stream(), _side_stream()
     forked = main.record_event()
-    launches[0]()
-    for side, launch in zip(_side_streams(), beside, strict=False):
-        with torch.cuda.stream(side):
-            side.wait_event(forked)
-            try:
+    first()
+    with torch.cuda.stream(side):
+        side.wait_event(forked)
+        try:
+            for launch in others:
                 launch()
-            finally:
-                main.wait_event(side.record_event())
-    for launch in after:
-        launch()
+        finally:
+            main.wait_event(side.record_event())
 
 
 def groups_of(handles: Sequence[LinearHandle]) -> list[tuple[int, ...]]:
@@ -148,9 +143,9 @@ def _compute_group(
 
 
 @cache
-def _side_streams() -> tuple[torch.cuda.Stream, ...]:
-    """Streams for layers beside another; what they allocate is used on the main stream only until they wait for it."""
-    return tuple(torch.cuda.Stream() for _ in range(MOST_SIDES))
+def _side_stream() -> torch.cuda.Stream:
+    """For layers beside another; what they allocate is used on the main stream only until that waits for them."""
+    return torch.cuda.Stream()
 
 
 def few_rows(x: torch.Tensor, handle: TrellisLayer | HalfLayer, y: torch.Tensor) -> None:
@@ -172,35 +167,38 @@ def few_trellis_rows(x: torch.Tensor, layers: Sequence[TrellisLayer], outputs: S
     columns = tuple(layer.stored_outputs // TILE for layer in layers)
     shape = few_rows_shape(columns, shards, chunks, rows)
     row_tiles, twice_bits = tiles_of(rows), first.defines["TWICE_BITS"]
-    stages = 3 if twice_bits <= 8 else 2
-    shared = shape.columns * (shape.turns * stages * BLOCK * twice_bits + row_tiles * WARP * ALIGNED)
-    operand_bytes = 2 * rows * BLOCK * -(-chunks // shards)
-    own_operand = shape.fused or (row_tiles == 1 and operand_bytes <= SHARED_OPERAND_BYTES)
-    if own_operand:
-        shared += operand_bytes
-    has_blocks = shards == 1 and shape.columns == BLOCK_COLUMNS
-    fields: list = []
-    blocks = 0
-    for layer, layer_columns, y in zip(layers, columns, outputs, strict=True):
-        fields += (Constant(layer.trellis), Constant(layer.suh), Constant(layer.svh), Constant(layer.bias))
-        fields += (x if shape.fused else rotated_operand(x, layer),)
-        fields += (None if has_blocks else memory.empty((shards, rows, layer.stored_outputs)), layer.counters, y)
-        fields += (layer_columns, layer.out_features, blocks)
-        blocks += -(-layer_columns // shape.columns)
-    no_layer = (*(None,) * 8, 0, 0, blocks)
+    own_operand = has_own_operand(shape, shards, chunks, rows)
+    table, blocks = layer_table(x, layers, outputs, shape)
     defines = {"ROW_TILES": row_tiles, "FUSED": int(shape.fused), "SHARED_OPERAND": int(own_operand)}
-    defines["MOST_WARPS"] = block_warps(shape.columns * shape.turns, row_tiles)
     kernels.load("ops/linear/few_rows.cu", "few_rows", **defines, **first.defines)(
         (blocks, shards),
         (WARP, shape.turns, shape.columns),
-        Fields(*fields, *no_layer * (MOST_GROUPED - len(layers))),
+        table,
         chunks,
         rows,
         width,
         is_whole(x),
-        shared=shared,
+        shared=shared_bytes(shape, shards, chunks, rows, twice_bits),
         early=True,
     )
+
+
+def layer_table(
+    x: torch.Tensor, layers: Sequence[TrellisLayer], outputs: Sequence[torch.Tensor], shape: "FewRowsShape"
+) -> tuple[Fields, int]:
+    """(What few_rows reads of each layer, how many blocks a shard of all of them has)."""
+    has_blocks = layers[0].shards == 1 and shape.columns == BLOCK_COLUMNS
+    fields: list = []
+    blocks = 0
+    for layer, y in zip(layers, outputs, strict=True):
+        columns = layer.stored_outputs // TILE
+        values = None if has_blocks else memory.empty((layer.shards, len(x), layer.stored_outputs))
+        fields += (Constant(layer.trellis), Constant(layer.suh), Constant(layer.svh), Constant(layer.bias))
+        fields += (x if shape.fused else rotated_operand(x, layer), values, layer.counters, y)
+        fields += (columns, layer.out_features, blocks)
+        blocks += -(-columns // shape.columns)
+    no_layer = *(None,) * 8, 0, 0, blocks
+    return Fields(*fields, *no_layer * (MOST_GROUPED - len(layers))), blocks
 
 
 def is_wide(layer: TrellisLayer) -> bool:
@@ -274,14 +272,17 @@ class FewRowsShape:
 
 @dataclass(frozen=True)
 class FewRowsCost:
-    """Cycles of a multiprocessor's scheduler, or slots of it, that a part of few_rows takes."""
+    """What the parts of few_rows take: cycles, or a warp's issue slots, of which a scheduler has one a cycle."""
 
-    begin: int = 200  # slots of a warp until its first chunk
-    chunk: int = 400  # slots of a warp for a chunk, decoding and multiplying
-    rotation: int = 400  # slots of a warp for four units
-    rotated: int = 1200  # cycles until the first four units of every warp are rotated
+    begin: int = 150  # slots of a warp until its first chunk
+    chunk: int = 410  # slots of a warp for a chunk of 8 rows or fewer
+    tile: int = 20  # more slots for every 8 rows more
+    rotation: int = 350  # slots of a warp for four units, each a row's block of 128 inputs
+    rotated: int = 1300  # cycles until the first four units of every warp are rotated
+    apart: int = 4500  # cycles of a layer's rotation by a kernel of its own
     decoded: int = 900  # cycles of a chunk's decoding
     carried: int = 370  # cycles of a chunk's products and of handing the chain over
+    carried_tile: int = 100  # more cycles for every 8 rows more
     met: int = 2500  # cycles until other blocks' sums are there
     block: int = 2000  # cycles of a block beside others
 
@@ -290,45 +291,72 @@ FEW_ROWS_COST = FewRowsCost()
 SCHEDULERS = 4  # of a multiprocessor
 
 
-@cache
 def few_rows_shape(tile_columns: tuple[int, ...], shards: int, chunks: int, rows: int) -> FewRowsShape:
     """The shape of least cost for layers of so many columns; of several the one with the most warps."""
-    resident, own_chunks = RESIDENT_WARPS[tiles_of(rows)], max(1, chunks // shards)
-    shapes = [
-        FewRowsShape(columns, turns, rows * -(-chunks // shards) <= MOST_UNITS * columns * turns)
-        for turns in range(1, min(MOST_TURNS, own_chunks, resident) + 1)
-        for columns in range(1, resident // turns + 1)
-    ]
+    return least_cost_shape(tile_columns, shards, chunks, rows, memory.multiprocessors())
+
+
+@cache
+def least_cost_shape(
+    tile_columns: tuple[int, ...], shards: int, chunks: int, rows: int, processors: int
+) -> FewRowsShape:
+    """The same on a GPU of so many multiprocessors."""
 
     def cost(shape: FewRowsShape) -> tuple[float, int]:
-        cycles = few_rows_cycles(shape, tile_columns, shards, chunks, rows)
+        cycles = few_rows_cycles(shape, tile_columns, shards, chunks, rows, processors)
         return cycles, -shape.columns * shape.turns
 
-    return min(shapes, key=cost)
+    return min(possible_shapes(shards, chunks, rows), key=cost)
+
+
+def possible_shapes(shards: int, chunks: int, rows: int) -> list[FewRowsShape]:
+    """All that a block can be; none has more turns than the shortest shard has chunks."""
+    resident = RESIDENT_WARPS[tiles_of(rows)]
+    fits = operand_bytes(shards, chunks, rows) <= SHARED_OPERAND_BYTES
+    return [
+        FewRowsShape(columns, turns, fused)
+        for turns in range(1, max(1, min(MOST_TURNS, chunks // shards)) + 1)
+        for columns in range(1, resident // turns + 1)
+        for fused in ((True, False) if fits else (False,))
+    ]
+
+
+def operand_bytes(shards: int, chunks: int, rows: int) -> int:
+    """What the rotated inputs of the longest shard take."""
+    return 2 * rows * BLOCK * -(-chunks // shards)
+
+
+def has_own_operand(shape: FewRowsShape, shards: int, chunks: int, rows: int) -> bool:
+    """Whether a block has the rotated inputs in shared memory."""
+    return shape.fused or (rows <= 8 and operand_bytes(shards, chunks, rows) <= SHARED_OPERAND_BYTES)
+
+
+def shared_bytes(shape: FewRowsShape, shards: int, chunks: int, rows: int, twice_bits: int) -> int:
+    """What a block takes: its warps' chunks, the chains that they hand over, and perhaps the rotated inputs."""
+    stages = 3 if twice_bits <= 8 else 2
+    taken = shape.columns * (shape.turns * stages * BLOCK * twice_bits + tiles_of(rows) * WARP * ALIGNED)
+    return taken + (operand_bytes(shards, chunks, rows) if has_own_operand(shape, shards, chunks, rows) else 0)
 
 
 def few_rows_cycles(
-    shape: FewRowsShape, tile_columns: tuple[int, ...], shards: int, chunks: int, rows: int
+    shape: FewRowsShape, tile_columns: tuple[int, ...], shards: int, chunks: int, rows: int, processors: int
 ) -> float:
-    """About how many cycles the fullest multiprocessor takes."""
-    cost, own_chunks = FEW_ROWS_COST, -(-chunks // shards)
-    warps = shape.columns * shape.turns
+    """About how many cycles the multiprocessor with the most blocks takes."""
+    cost, own_chunks, more_tiles = FEW_ROWS_COST, -(-chunks // shards), tiles_of(rows) - 1
+    warps, units = shape.columns * shape.turns, rows * own_chunks
     blocks = shards * sum(-(-columns // shape.columns) for columns in tile_columns)
-    fullest = -(-blocks // memory.multiprocessors())
-    at_once = min(fullest, RESIDENT_WARPS[tiles_of(rows)] // block_warps(warps, tiles_of(rows)))
-    issued = warps * cost.begin + shape.columns * own_chunks * cost.chunk
+    fullest = -(-blocks // processors)
+    at_once = RESIDENT_WARPS[tiles_of(rows)] // warps
+    issued = warps * cost.begin + shape.columns * own_chunks * (cost.chunk + more_tiles * cost.tile)
+    carried = cost.carried + more_tiles * cost.carried_tile
+    waited = own_chunks * max(carried, (cost.decoded + carried) / shape.turns)
     if shape.fused:
-        issued += ceil(rows * own_chunks / 4) * cost.rotation
-    waited = own_chunks * max(cost.carried, (cost.decoded + cost.carried) / shape.turns)
-    waited += cost.rotated if shape.fused else 0
-    waited += 0 if shards == 1 and shape.columns == BLOCK_COLUMNS else cost.met
-    return fullest * (issued / SCHEDULERS + cost.block) + ceil(fullest / at_once) * waited
-
-
-def block_warps(warps: int, row_tiles: int) -> int:
-    """Which size of block so many warps are a part of, by its registers: 12 or as many as a multiprocessor has."""
-    most = RESIDENT_WARPS[row_tiles]
-    return SMALLER_BLOCK if warps <= SMALLER_BLOCK < most else most
+        issued += ceil(units / 4) * cost.rotation
+        waited += ceil(units / (4 * warps)) * cost.rotated
+    if shards > 1 or shape.columns != BLOCK_COLUMNS:
+        waited += cost.met
+    apart = 0 if shape.fused else len(tile_columns) * cost.apart
+    return fullest * (issued / SCHEDULERS + cost.block) + ceil(fullest / at_once) * waited + apart
 
 
 def few_plain_rows(x: torch.Tensor, handle: HalfLayer, y: torch.Tensor) -> None:

@@ -44,13 +44,13 @@ constexpr int MOST_PASSED = 32;
 struct Passed {
     uint64* barriers;
 
-    // Before the first turn, by every thread of the block, which is then to be synchronised.
-    __device__ __forceinline__ void begin(int thread, int count) const {
-        if (thread >= count) return;
+    // Before the first turn, by a warp for the barrier that it waits for; the block is then to be synchronised.
+    __device__ __forceinline__ void begin(int barrier, int lane) const {
+        if (lane != 0) return;
 #ifdef EMULATED
-        barriers[thread] = 0;
+        barriers[barrier] = 0;
 #else
-        asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(shared_address(barriers + thread)) : "memory");
+        asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(shared_address(barriers + barrier)) : "memory");
 #endif
     }
 

@@ -21,11 +21,8 @@
 #ifndef SHARED_OPERAND
 #define SHARED_OPERAND 1
 #endif
-#ifndef MOST_WARPS
-#define MOST_WARPS 12
-#endif
 
-constexpr int RESIDENT_WARPS = ROW_TILES <= 2 ? 24 : 8;  // of a multiprocessor
+constexpr int MOST_WARPS = ROW_TILES <= 2 ? 24 : 8;
 constexpr int MOST_LAYERS = 4;
 constexpr int LONG_SHARDS = 4;
 constexpr int BLOCK_COLUMNS = ROTATION / TILE;
@@ -200,7 +197,7 @@ DEVICE void finish_own_block(const float* chains, const Finish& finish, int bloc
 
 // grid (blocks of all layers, shards), threads (32, turns, columns). The layers have `chunks` blocks of 128 inputs; the
 // rotated inputs of those that are not FUSED are copied first where SHARED_OPERAND.
-extern "C" __global__ void __launch_bounds__(MOST_WARPS * WARP, RESIDENT_WARPS / MOST_WARPS)
+extern "C" __global__ void __launch_bounds__(MOST_WARPS * WARP)
 few_rows(const __grid_constant__ Layers layers, int chunks, int rows, int inputs, int whole) {
     DYNAMIC_SHARED(unsigned, shared);
     __shared__ uint64 barriers[MOST_WARPS];
@@ -223,70 +220,71 @@ few_rows(const __grid_constant__ Layers layers, int chunks, int rows, int inputs
         ring.advance(trellis, real && first_chunk + turn + stage * turns < last_chunk, lane);
     const int thread = warp * WARP + lane;
     const Passed passed = {barriers};
-    passed.begin(thread, warps);
+    passed.begin(warp, lane);
     fetch_scales(layer.input_scales, first_chunk * ROTATION, (last_chunk - first_chunk) * ROTATION,
                  layer.output_scales, first_column * TILE, count * TILE, thread);
 
-    float4* handed = reinterpret_cast<float4*>(shared + warps * STAGES * CHUNK_WORDS);
-    float4* own_handed = handed + own_column * ROW_TILES * WARP + lane;
-    uint4* own_inputs = reinterpret_cast<uint4*>(handed + columns * ROW_TILES * WARP);
-    const bool has_block = shards == 1 && columns == BLOCK_COLUMNS;
     const LanePlace<TWICE_BITS> place(lane);
-    int places[ROW_TILES];
-#pragma unroll
-    for (int tile = 0; tile < ROW_TILES; tile++)
-        places[tile] = smaller(8 * tile + lane / 4, rows - 1) * 4 + lane % 4;
-    Operand operand = {nullptr, 4 * rows};
-    int round = turn == 0 ? 0 : 1;
-#pragma unroll 1
-    for (int chunk = first_chunk + turn;; chunk += turns, round++) {
-        unsigned fragments[CHUNK_TILES][4];
-        uint4 early[EARLY][ROW_TILES];
-        if (!FROM_SHARED && operand.inputs) load_early(early, operand, places);
-        if (real) decode_chunk(fragments, ring, place, trellis, chunk + STAGES * turns < last_chunk, lane);
-        if (!operand.inputs) {
-            await_inputs();
-            const uint4* rotated = static_cast<const uint4*>(layer.x) + first_chunk * 16 * rows;
+    unsigned fragments[CHUNK_TILES][4];
+    if (real) decode_chunk(fragments, ring, place, trellis, first_chunk + turn + STAGES * turns < last_chunk, lane);
+
+    await_inputs();
+    float4* handed = reinterpret_cast<float4*>(shared + warps * STAGES * CHUNK_WORDS);
+    uint4* own_inputs = reinterpret_cast<uint4*>(handed + columns * ROW_TILES * WARP);
+    const uint4* rotated = static_cast<const uint4*>(layer.x) + first_chunk * 16 * rows;
 #if FUSED
-            rotate_units(reinterpret_cast<unsigned*>(own_inputs), static_cast<const float*>(layer.x),
-                         layer.input_scales, first_chunk, 0, rows * (last_chunk - first_chunk), rows, inputs, whole,
-                         thread, warps * WARP);
+    rotate_units(reinterpret_cast<unsigned*>(own_inputs), static_cast<const float*>(layer.x), layer.input_scales,
+                 first_chunk, 0, rows * (last_chunk - first_chunk), rows, inputs, whole, thread, warps * WARP);
 #elif SHARED_OPERAND
 #pragma unroll 4
-            for (int i = thread; i < (last_chunk - first_chunk) * 16 * rows; i += warps * WARP)
-                own_inputs[i] = rotated[i];
+    for (int i = thread; i < (last_chunk - first_chunk) * 16 * rows; i += warps * WARP) own_inputs[i] = rotated[i];
 #endif
-            __syncthreads();
-            operand.inputs = (FROM_SHARED ? own_inputs : rotated) + turn * 16 * rows;
-            if (!FROM_SHARED && real) load_early(early, operand, places);
-        }
-        if (!real) break;
-        // From shared memory they come in time, and decoding has more registers.
-        if (FROM_SHARED) load_early(early, operand, places);
-        Chains chains = {};
-        if (chunk > first_chunk) {
-            passed.wait(warp, round);
+    if (FROM_SHARED) rotated = own_inputs;
+    __syncthreads();
+    const bool has_block = shards == 1 && columns == BLOCK_COLUMNS;
+    if (real) {
+        int places[ROW_TILES];
 #pragma unroll
-            for (int tile = 0; tile < ROW_TILES; tile++) {
-                const float4 c = own_handed[tile * WARP];
-                chains.c[tile][0] = c.x, chains.c[tile][1] = c.y, chains.c[tile][2] = c.z, chains.c[tile][3] = c.w;
+        for (int tile = 0; tile < ROW_TILES; tile++)
+            places[tile] = smaller(8 * tile + lane / 4, rows - 1) * 4 + lane % 4;
+        float4* own_handed = handed + own_column * ROW_TILES * WARP + lane;
+        const int barriers_of_warp = kept((turn + 1 == turns ? warp - turn : warp + 1) << 8 | warp);
+        Operand operand = {rotated + turn * 16 * rows, 4 * rows};
+        uint4 early[EARLY][ROW_TILES];
+        if (!FROM_SHARED) load_early(early, operand, places);
+        int round = turn == 0 ? 0 : 1;
+#pragma unroll 1
+        for (int chunk = first_chunk + turn;; chunk += turns, round++) {
+            // From shared memory they come in time, and decoding has more registers.
+            if (FROM_SHARED) load_early(early, operand, places);
+            Chains chains = {};
+            if (chunk > first_chunk) {
+                passed.wait(barriers_of_warp & 0xFF, round);
+#pragma unroll
+                for (int tile = 0; tile < ROW_TILES; tile++) {
+                    const float4 c = own_handed[tile * WARP];
+                    chains.c[tile][0] = c.x, chains.c[tile][1] = c.y, chains.c[tile][2] = c.z, chains.c[tile][3] = c.w;
+                }
             }
-        }
-        carry(chains, fragments, early, operand, places);
-        operand.inputs += turns * 16 * rows;
-        const bool is_last = chunk + 1 == last_chunk;
-        if (is_last && !has_block) {
-            float* values = layer.values + static_cast<int64>(shard) * rows * tile_columns * TILE;
-            store_column(chains.c, values, rows, tile_columns * TILE, column * TILE, lane);
-        } else {
+            carry(chains, fragments, early, operand, places);
+            operand.inputs += turns * 16 * rows;
+            const bool is_last = chunk + 1 == last_chunk;
+            if (is_last && !has_block) {
+                float* values = layer.values + static_cast<int64>(shard) * rows * tile_columns * TILE;
+                store_column(chains.c, values, rows, tile_columns * TILE, column * TILE, lane);
+                break;
+            }
 #pragma unroll
             for (int tile = 0; tile < ROW_TILES; tile++) {
                 const float* c = chains.c[tile];
                 own_handed[tile * WARP] = make_float4(c[0], c[1], c[2], c[3]);
             }
-            if (!is_last) passed.hand_over(turn + 1 == turns ? warp - turn : warp + 1, lane);
+            if (is_last) break;
+            passed.hand_over(barriers_of_warp >> 8, lane);
+            if (chunk + turns >= last_chunk) break;
+            if (!FROM_SHARED) load_early(early, operand, places);
+            decode_chunk(fragments, ring, place, trellis, chunk + (STAGES + 1) * turns < last_chunk, lane);
         }
-        if (chunk + turns >= last_chunk) break;
     }
     const Finish finish = {layer.output_scales, layer.bias, layer.y, static_cast<int>(layer.outputs)};
     if (has_block) {

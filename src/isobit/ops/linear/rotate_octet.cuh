@@ -15,6 +15,15 @@ DEVICE constexpr int offset_of(int pair) { return 32 * (pair / 2) + 8 * (pair % 
 
 // Inputs of a row's block from `column` on, zeros past the row's end; `whole` as load_inputs has it.
 DEVICE void load(const float* row, int column, int inputs, bool whole, float v[2 * PAIRS]) {
+    if (whole && column + offset_of(PAIRS - 1) < inputs) {
+        const float* from = row + column;
+#pragma unroll
+        for (int pair = 0; pair < PAIRS; pair++) {
+            const float2 two = *reinterpret_cast<const float2*>(from + offset_of(pair));
+            v[2 * pair] = two.x, v[2 * pair + 1] = two.y;
+        }
+        return;
+    }
 #pragma unroll
     for (int pair = 0; pair < PAIRS; pair++) {
         const int k = column + offset_of(pair);
