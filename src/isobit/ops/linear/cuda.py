@@ -32,7 +32,9 @@ WARP_ROWS = 4  # of many, that a warp rotates
 ROW_THREADS = 256
 OCTETS = ROW_THREADS // 8  # rows' blocks of 128 that a thread block rotates at a time
 MOST_TURNS = 8  # warps that share a column of tiles
-SHARED_OPERAND_BYTES = 64 << 10  # that a block rotates or copies at most
+TURNS_OF_MANY = 4  # the same of more than 16 rows
+ROTATED_BYTES = 64 << 10  # of rotated inputs that a block makes at most
+COPIED_BYTES = 96 << 10  # that it copies at most, rather than reading them for every column
 RESIDENT_WARPS = {1: 24, 2: 24, 4: 8, 8: 8}  # of a multiprocessor, by the tiles of 8 rows, as in few_rows.cu
 BLOCK_COLUMNS = BLOCK // TILE
 MOST_GROUPED = 4  # layers of one launch, as in few_rows.cu
@@ -285,6 +287,7 @@ class FewRowsCost:
     carried_tile: int = 100  # more cycles for every 8 rows more
     met: int = 2500  # cycles until other blocks' sums are there
     block: int = 2000  # cycles of a block beside others
+    read: int = 23  # bytes a cycle that a multiprocessor has of the second-level cache
 
 
 FEW_ROWS_COST = FewRowsCost()
@@ -311,11 +314,12 @@ def least_cost_shape(
 
 def possible_shapes(shards: int, chunks: int, rows: int) -> list[FewRowsShape]:
     """All that a block can be; none has more turns than the shortest shard has chunks."""
-    resident = RESIDENT_WARPS[tiles_of(rows)]
-    fits = operand_bytes(shards, chunks, rows) <= SHARED_OPERAND_BYTES
+    resident, most_turns = RESIDENT_WARPS[tiles_of(rows)], max(1, min(MOST_TURNS, chunks // shards))
+    all_turns = range(1, most_turns + 1) if tiles_of(rows) <= 2 else (min(TURNS_OF_MANY, most_turns),)
+    fits = operand_bytes(shards, chunks, rows) <= ROTATED_BYTES
     return [
         FewRowsShape(columns, turns, fused)
-        for turns in range(1, max(1, min(MOST_TURNS, chunks // shards)) + 1)
+        for turns in all_turns
         for columns in range(1, resident // turns + 1)
         for fused in ((True, False) if fits else (False,))
     ]
@@ -328,7 +332,7 @@ def operand_bytes(shards: int, chunks: int, rows: int) -> int:
 
 def has_own_operand(shape: FewRowsShape, shards: int, chunks: int, rows: int) -> bool:
     """Whether a block has the rotated inputs in shared memory."""
-    return shape.fused or (rows <= 8 and operand_bytes(shards, chunks, rows) <= SHARED_OPERAND_BYTES)
+    return shape.fused or (tiles_of(rows) <= 2 and operand_bytes(shards, chunks, rows) <= COPIED_BYTES)
 
 
 def shared_bytes(shape: FewRowsShape, shards: int, chunks: int, rows: int, twice_bits: int) -> int:
@@ -353,10 +357,12 @@ def few_rows_cycles(
     if shape.fused:
         issued += ceil(units / 4) * cost.rotation
         waited += ceil(units / (4 * warps)) * cost.rotated
+    times_read = 2 if shape.fused else 1 if has_own_operand(shape, shards, chunks, rows) else shape.columns
+    read = times_read * operand_bytes(shards, chunks, rows) / cost.read
     if shards > 1 or shape.columns != BLOCK_COLUMNS:
         waited += cost.met
     apart = 0 if shape.fused else len(tile_columns) * cost.apart
-    return fullest * (issued / SCHEDULERS + cost.block) + ceil(fullest / at_once) * waited + apart
+    return fullest * (issued / SCHEDULERS + cost.block + read) + ceil(fullest / at_once) * waited + apart
 
 
 def few_plain_rows(x: torch.Tensor, handle: HalfLayer, y: torch.Tensor) -> None:
