@@ -39,51 +39,52 @@ DEVICE void wait_for_turn(int barrier, int count, int threads = 2 * WARP) {
 }
 
 // Turns of more warps than there are named barriers: a barrier in shared memory for each, passed once a hand over.
-constexpr int MOST_PASSED = 32;
-
-struct Passed {
-    uint64* barriers;
-
-    // Before the first turn, by a warp for the barrier that it waits for; the block is then to be synchronised.
-    __device__ __forceinline__ void begin(int barrier, int lane) const {
-        if (lane != 0) return;
 #ifdef EMULATED
-        barriers[barrier] = 0;
+using PassedBarrier = uint64*;
+DEVICE PassedBarrier passed_barrier(uint64* at) { return at; }
 #else
-        asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(shared_address(barriers + barrier)) : "memory");
+using PassedBarrier = unsigned;
+DEVICE PassedBarrier passed_barrier(uint64* at) { return shuffle_xor(shared_address(at), 0); }
 #endif
-    }
 
-    // By a warp: let the one that waits go on; what this warp wrote to shared memory is then to be seen.
-    __device__ __forceinline__ void hand_over(int barrier, int lane) const {
-        __syncwarp();
-        if (lane != 0) return;
+// Before the first turn, by a warp for the barrier that it waits for; the block is then to be synchronised.
+DEVICE void begin_passing(uint64* at, int lane) {
+    if (lane != 0) return;
 #ifdef EMULATED
-        barriers[barrier]++;
+    *at = 0;
 #else
-        asm volatile("{\n\t.reg .b64 state;\n\tmbarrier.arrive.shared.b64 state, [%0];\n\t}"
-                     ::"r"(shared_address(barriers + barrier)) : "memory");
+    asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(shared_address(at)) : "memory");
 #endif
-    }
+}
 
-    // By one warp: wait for the `count`th hand over, 1 the first. There is never one more before the wait has ended.
-    __device__ __forceinline__ void wait(int barrier, int count) const {
+// By a warp: let the one that waits go on; what this warp wrote to shared memory is then to be seen.
+DEVICE void pass(PassedBarrier barrier, int lane) {
+    __syncwarp();
+    if (lane != 0) return;
 #ifdef EMULATED
-        while (barriers[barrier] < static_cast<uint64>(count)) emulator::pause(emulator::READY);
+    ++*barrier;
 #else
-        const unsigned address = shared_address(barriers + barrier), parity = (count - 1) & 1;
-        int done;
-        do {
-            asm volatile("{\n\t.reg .pred done;\n\t"
+    asm volatile("{\n\t.reg .b64 state;\n\tmbarrier.arrive.shared.b64 state, [%0];\n\t}" ::"r"(barrier) : "memory");
+#endif
+}
+
+// By one warp: wait for the `count`th pass, 1 the first. There is never one more before the wait has ended.
+DEVICE void wait_for_pass(PassedBarrier barrier, int count) {
+#ifdef EMULATED
+    while (*barrier < static_cast<uint64>(count)) emulator::pause(emulator::READY);
+#else
+    const unsigned parity = (count - 1) & 1;
+    int done;
+    do {
+        asm volatile("{\n\t.reg .pred done;\n\t"
 #if __CUDA_ARCH__ >= 900
-                         "mbarrier.try_wait.parity.shared.b64 done, [%1], %2;\n\t"
+                     "mbarrier.try_wait.parity.shared.b64 done, [%1], %2;\n\t"
 #else
-                         "mbarrier.test_wait.parity.shared.b64 done, [%1], %2;\n\t"
+                     "mbarrier.test_wait.parity.shared.b64 done, [%1], %2;\n\t"
 #endif
-                         "selp.b32 %0, 1, 0, done;\n\t}"
-                         : "=r"(done) : "r"(address), "r"(parity) : "memory");
-        } while (!done);
+                     "selp.b32 %0, 1, 0, done;\n\t}"
+                     : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+    } while (!done);
 #endif
-        __syncwarp();
-    }
-};
+    __syncwarp();
+}

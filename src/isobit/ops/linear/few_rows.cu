@@ -219,12 +219,11 @@ few_rows(const __grid_constant__ Layers layers, int chunks, int rows, int inputs
     for (int stage = 0; stage < STAGES; stage++)
         ring.advance(trellis, real && first_chunk + turn + stage * turns < last_chunk, lane);
     const int thread = warp * WARP + lane;
-    const Passed passed = {barriers};
-    passed.begin(warp, lane);
+    begin_passing(barriers + warp, lane);
     fetch_scales(layer.input_scales, first_chunk * ROTATION, (last_chunk - first_chunk) * ROTATION,
                  layer.output_scales, first_column * TILE, count * TILE, thread);
 
-    const LanePlace<TWICE_BITS> place(lane);
+    LanePlace<TWICE_BITS> place(lane);
     unsigned fragments[CHUNK_TILES][4];
     if (real) decode_chunk(fragments, ring, place, trellis, first_chunk + turn + STAGES * turns < last_chunk, lane);
 
@@ -247,8 +246,11 @@ few_rows(const __grid_constant__ Layers layers, int chunks, int rows, int inputs
 #pragma unroll
         for (int tile = 0; tile < ROW_TILES; tile++)
             places[tile] = smaller(8 * tile + lane / 4, rows - 1) * 4 + lane % 4;
-        float4* own_handed = handed + own_column * ROW_TILES * WARP + lane;
-        const int barriers_of_warp = kept((turn + 1 == turns ? warp - turn : warp + 1) << 8 | warp);
+        // What the rotation had no registers for.
+        float4* own_handed = handed + remembered(own_column * ROW_TILES * WARP + lane);
+        const PassedBarrier own_barrier = passed_barrier(barriers + warp);
+        const PassedBarrier next_barrier = passed_barrier(barriers + (turn + 1 == turns ? warp - turn : warp + 1));
+        place.remember();
         Operand operand = {rotated + turn * 16 * rows, 4 * rows};
         uint4 early[EARLY][ROW_TILES];
         if (!FROM_SHARED) load_early(early, operand, places);
@@ -259,7 +261,7 @@ few_rows(const __grid_constant__ Layers layers, int chunks, int rows, int inputs
             if (FROM_SHARED) load_early(early, operand, places);
             Chains chains = {};
             if (chunk > first_chunk) {
-                passed.wait(barriers_of_warp & 0xFF, round);
+                wait_for_pass(own_barrier, round);
 #pragma unroll
                 for (int tile = 0; tile < ROW_TILES; tile++) {
                     const float4 c = own_handed[tile * WARP];
@@ -280,7 +282,7 @@ few_rows(const __grid_constant__ Layers layers, int chunks, int rows, int inputs
                 own_handed[tile * WARP] = make_float4(c[0], c[1], c[2], c[3]);
             }
             if (is_last) break;
-            passed.hand_over(barriers_of_warp >> 8, lane);
+            pass(next_barrier, lane);
             if (chunk + turns >= last_chunk) break;
             if (!FROM_SHARED) load_early(early, operand, places);
             decode_chunk(fragments, ring, place, trellis, chunk + (STAGES + 1) * turns < last_chunk, lane);

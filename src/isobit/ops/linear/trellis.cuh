@@ -68,6 +68,13 @@ struct LanePlace {
         third = window_words(twice) > 2 ? kept((first + 2) % words) : 0;
         shift = has_one_shift(twice) ? most_shift(twice) : kept(start % 32);
     }
+
+    // Before a long loop, by a whole warp: have it in registers from here on.
+    __device__ __forceinline__ void remember() {
+        first = remembered(first), second = remembered(second);
+        if (window_words(twice) > 2) third = remembered(third);
+        if (!has_one_shift(twice)) shift = remembered(static_cast<int>(shift));
+    }
 };
 
 // 16 bits of a word as a number: those that end `above` bits over its least significant bit.
