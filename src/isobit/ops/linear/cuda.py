@@ -84,7 +84,7 @@ def checked(x: torch.Tensor, handle: LinearHandle) -> None:
 
 
 def linears(x: torch.Tensor, handles: Sequence[LinearHandle]) -> list[torch.Tensor]:
-    """Several layers of the same x: what `linear` gives for each; few rows in one launch, or side by side."""
+    """Different layers of the same x: what `linear` gives for each; few rows in one launch, or side by side."""
     if not 0 < len(x) <= MOST_FEW_ROWS:
         return [linear(x, handle) for handle in handles]
     outputs: dict[int, torch.Tensor] = {}
@@ -125,7 +125,7 @@ def groups_of(handles: Sequence[LinearHandle]) -> list[tuple[int, ...]]:
 
 
 def _group_key(handle: LinearHandle, index: int) -> tuple:
-    """Equal for layers that can be in one launch, which has one format, one number of shards and no layer twice."""
+    """Equal for layers that can be in one launch, which has one format and no shards."""
     if not isinstance(handle, TrellisLayer) or handle.shards > 1 or is_wide(handle):
         return (index,)
     return ("trellis", handle.in_features, *sorted(handle.defines.items()))
