@@ -19,8 +19,8 @@ BLOCK_SHARED_BYTES = 227 << 10
 class DealtShape:
     """A multiprocessor's block: its warps, chunks of so many tiles staged ahead, columns at the end dealt in parts.
 
-    part_chunks: of a part. groups: of 8 tiles, decoded without a branch. products: of a lane's four pairs of values, put
-    together by multiplication. operand_rows: of the operand in shared memory, 0: it is read from global memory.
+    part_chunks: of a part. groups: of 8 tiles, decoded without a branch. products: of a lane's four pairs of values,
+    those put together by multiplication. operand_rows: of the operand in shared memory, 0: in global memory.
     """
 
     warps: int
