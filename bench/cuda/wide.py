@@ -37,7 +37,7 @@ def shapes(bits: int, rows: int) -> Iterator[DealtShape]:
                 yield DealtShape(warps, 16, 2, split, part_chunks, groups=groups)
     for warps, split in ((24, 0), (32, 0), (24, 48), (32, 48)):
         if rows == 1:
-            yield DealtShape(warps, 16, 2, split, 2, groups=2, products=1)
+            yield from (DealtShape(warps, 16, 2, split, 2, groups, products=1) for groups in (1, 2))
         if rows == 1 and bits == 3:
             yield DealtShape(warps, 8, 3, split, 4)
 

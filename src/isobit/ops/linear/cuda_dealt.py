@@ -12,7 +12,6 @@ WARP = 32
 ROW_TILE = 8  # rows of a product
 CHAIN_BYTES = 16  # of a lane and 8 rows, that wait for their column's next part
 MOST_WARPS = {1: 32, 2: 28}  # of a block, by its tiles of 8 rows; with more tiles columns are not dealt
-BLOCK_SHARED_BYTES = 227 << 10
 
 
 @dataclass(frozen=True)
@@ -51,13 +50,13 @@ class DealtShape:
         """Whether a block has room for it, and the inputs are whole chunks and parts that keep the stages filled."""
         chunks, left = divmod(handle.input_blocks * (BLOCK // TILE), self.chunk_tiles)
         parts_fit = self.split == 0 or (chunks % self.part_chunks == 0 and self.part_chunks >= self.stages)
-        room = self.shared_bytes(handle, rows) <= BLOCK_SHARED_BYTES and self.warps <= MOST_WARPS[row_tiles(rows)]
-        return left == 0 and chunks >= self.stages and parts_fit and room
+        room = self.shared_bytes(handle, rows) <= memory.most_shared_bytes()
+        return left == 0 and chunks >= self.stages and parts_fit and room and self.warps <= MOST_WARPS[row_tiles(rows)]
 
 
 SHAPES = (
-    DealtShape(32, 16, 2, 32, 2, groups=2),
-    DealtShape(24, 16, 2, 32, 2, groups=2),
+    DealtShape(32, 16, 2, 32, 2),
+    DealtShape(24, 16, 2, 32, 2),
     DealtShape(24, 8, 2, 0, 1),
     DealtShape(16, 8, 2, 0, 1),
 )

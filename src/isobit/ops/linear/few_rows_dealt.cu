@@ -1,7 +1,7 @@
-// A trellis layer of many outputs for up to 16 rows: one block a multiprocessor, whose warps are dealt columns of tiles.
+// A trellis layer of many outputs for up to 16 rows: a block a multiprocessor, whose warps are dealt columns of tiles.
 //
 // Weights are the A operand (16 outputs), rows the B operand (8 at a time). A warp that comes free is dealt the next
-// column. The last columns are dealt in parts, top parts first, so that all warps end together: between two parts a
+// column. The last columns are dealt in parts, upper parts first, so that all warps end together: between two parts a
 // column's chains wait in shared memory for whichever warp is dealt the next part.
 #include "device.cuh"
 #include "ops/linear/cuda_finish.cuh"
@@ -102,10 +102,12 @@ DEVICE void wait_until_reached(const int* reached, int chunk) {
 #ifdef EMULATED
     while (*reached != chunk) emulator::pause(emulator::READY);
 #else
-    int at;
-    do {
+    for (;;) {
+        int at;
         asm volatile("ld.acquire.cta.shared.u32 %0, [%1];" : "=r"(at) : "r"(shared_address(reached)) : "memory");
-    } while (at != chunk);
+        if (at == chunk) break;
+        __nanosleep(100);
+    }
 #endif
     __syncwarp();
 }
@@ -236,10 +238,10 @@ DEVICE void copy_operand(uint4* own, const uint4* operand, int pieces, int rows)
     }
 }
 
-// Any grid, up to 32 * MOST_WARPS threads. Layers of one k-shard, tile_columns a multiple of 8, the inputs whole chunks, at least
-// STAGES of them, as a part has. operand: rotate_few made it of the rows. values: float [rows, 16 * tile_columns], used
-// here. counters: zeros, one a block of 128 outputs. Shared memory: the warps' stages, the operand, for each split
-// column its chains, then two counters' room and what each reached.
+// Any grid, up to 32 * MOST_WARPS threads. Layers of one k-shard, tile_columns a multiple of 8. The inputs are whole
+// chunks, at least STAGES of them, as a part has; part_chunks divides them. operand: rotate_few made it of the rows.
+// values: float [rows, 16 * tile_columns], used here. counters: zeros, one a block of 128 outputs. Shared memory: the
+// warps' stages, the operand, the chains of most_split columns, the counter of units, how far those columns are.
 extern "C" __global__ void __launch_bounds__(MOST_WARPS * WARP, 1)
 few_rows_dealt(const uint4* __restrict__ trellis, const uint4* operand, float* values, int* counters, int tile_columns,
                int input_blocks, int rows, const half_bits* output_scales, const float* bias, float* y, int outputs,
