@@ -57,6 +57,7 @@ class DealtShape:
 SHAPES = (
     DealtShape(32, 16, 2, 32, 2),
     DealtShape(24, 16, 2, 32, 2),
+    DealtShape(24, 8, 2, 32, 4),
     DealtShape(24, 8, 2, 0, 1),
     DealtShape(16, 8, 2, 0, 1),
 )
@@ -67,11 +68,11 @@ def row_tiles(rows: int) -> int:
 
 
 def dealt_shape(handle: TrellisLayer, rows: int) -> DealtShape | None:
-    """The first of the shapes that fits, with its operand in shared memory if there is room for that too; or None."""
+    """The first of the shapes that fits with its operand in shared memory, or else without; None: there is none."""
     if row_tiles(rows) not in MOST_WARPS:
         return None
     near = 1 if rows == 1 else ROW_TILE * row_tiles(rows)
-    shapes = (replace(shape, operand_rows=kept) for shape in SHAPES for kept in (near, 0))
+    shapes = (replace(shape, operand_rows=kept) for kept in (near, 0) for shape in SHAPES)
     return next((shape for shape in shapes if shape.fits(handle, rows)), None)
 
 

@@ -300,8 +300,8 @@ few_rows_dealt(const uint4* __restrict__ trellis, const uint4* operand, float* v
             copy_async_wait<STAGES - 1>();
             __syncwarp();
 #pragma unroll UNROLLED_GROUPS
-            for (int group = 0; group < CHUNK_TILES / GROUP_TILES; group++) {
-                const unsigned stage = ring.stage + group * GROUP_TILES * WORDS * 4;
+            for (unsigned group = 0; group < CHUNK_BYTES; group += GROUP_TILES * WORDS * 4) {
+                const unsigned stage = ring.stage + group;
                 carry_two<0>(chains, words, stage, place.shift, input_place, inputs, rows, places);
                 carry_two<1>(chains, words, stage, place.shift, input_place, inputs, rows, places);
                 carry_two<2>(chains, words, stage, place.shift, input_place, inputs, rows, places);
