@@ -25,7 +25,8 @@ from isobit.ops.sample import Draw  # noqa: E402
 
 CAPABILITIES = ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0))
 MANY_ROWS, SOME_ROWS, WINDOW_ROWS = 100, 40, 3
-WIDE_OUTPUTS = 1024  # as many as give every warp of the emulator's multiprocessors its own
+WIDE_INPUTS, WIDE_OUTPUTS = 256, 1024  # as many as give every warp of the emulator's multiprocessors its own
+WIDE_ROWS = (1, 17)  # of the kernel that deals columns, and of the one whose warps have their own
 DRAWS = (Draw(), Draw(temperature=0.0), Draw(top_k=5, top_p=0.9, min_p=0.1))
 
 
@@ -71,8 +72,10 @@ def run_model() -> None:
 def run_layers() -> None:
     """Layers that the test preset lacks: as wide as a head, of float32 weights, a gated residual's whole."""
     rng = np.random.default_rng(2)
-    for weights in (random_trellis(rng, 128, WIDE_OUTPUTS, "mul1", 3), random_plain(rng, 64, 64, "float32")):
-        linear.linear(torch.zeros(1, weights.in_features), linear.prepare_linear(weights))
+    linear.linear(torch.zeros(1, 64), linear.prepare_linear(random_plain(rng, 64, 64, "float32")))
+    wide = linear.prepare_linear(random_trellis(rng, WIDE_INPUTS, WIDE_OUTPUTS, "mul1", 3))
+    for rows in WIDE_ROWS:
+        linear.linear(torch.zeros(rows, WIDE_INPUTS), wide)
     op = registered("cuda")["gated_read"]
     case = next(case for case in op.cases(rng, full=False) if case.label.endswith("halves, writes: True"))
     for implementation in op.implementations:

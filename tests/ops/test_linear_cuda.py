@@ -19,7 +19,7 @@ from isobit.contract.gates import GATES  # noqa: E402
 from isobit.contract.plans import Sizes  # noqa: E402
 from isobit.contract.run import run_control  # noqa: E402
 from isobit.cuda import memory  # noqa: E402
-from isobit.ops.linear import cuda, cuda_layers, cuda_products, cuda_reference  # noqa: E402
+from isobit.ops.linear import cuda, cuda_dealt, cuda_layers, cuda_products, cuda_reference  # noqa: E402
 from isobit.ops.linear.cuda_contract import GROUPED, CudaLinearOp  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("emulated_cuda")
@@ -179,6 +179,7 @@ def test_warps_with_columns_of_their_own_change_nothing(rows, monkeypatch):
     handle = cuda.prepare_linear(weights)
     expected = on_host(x, handle)
     monkeypatch.setattr(cuda, "WIDE_COLUMNS", 0)
+    monkeypatch.setattr(cuda_dealt, "SHAPES", ())
     monkeypatch.setattr(memory, "multiprocessors", lambda: 1)
     single = {tiles: replace(wide, blocks=1) for tiles, wide in cuda.WIDE_SHAPES.items()}
     monkeypatch.setattr(cuda, "WIDE_SHAPES", single)
@@ -196,6 +197,44 @@ def test_the_number_of_multiprocessors_changes_nothing(name, processors, monkeyp
     monkeypatch.setattr(memory, "multiprocessors", lambda: processors)
     monkeypatch.setattr(cuda, "plain_shape", cache(cuda.plain_shape.__wrapped__))
     assert on_host(x, handle, cuda.FEW_ROWS).tobytes() == expected.tobytes()
+
+
+DEALT_CASES = [
+    (1, 3, cuda_dealt.DealtShape(4, 8, 2, 9, 2, products=1)),
+    (3, 4, cuda_dealt.DealtShape(4, 8, 2, 40, 2)),
+    (8, 3, cuda_dealt.DealtShape(5, 16, 2, 3, 2, groups=2)),
+    (11, 4, cuda_dealt.DealtShape(4, 8, 3, 0, 1, products=4)),
+    (16, 3, cuda_dealt.DealtShape(24, 8, 4, 6, 4)),
+    (1, 5, cuda_dealt.DealtShape(4, 16, 2, 8, 2, groups=2, products=1)),
+]
+
+
+@pytest.mark.parametrize(("rows", "bits", "shape"), DEALT_CASES)
+def test_columns_dealt_to_warps_change_nothing(rows, bits, shape, monkeypatch):
+    rng = np.random.default_rng(7)
+    weights = random_trellis(rng, 1024, 300, "mul1", bits, bias=True)
+    x = adversarial_rows(rng, rows, 1024)
+    handle = cuda.prepare_linear(weights)
+    expected = on_host(x, handle)
+    monkeypatch.setattr(cuda, "WIDE_COLUMNS", 0)
+    monkeypatch.setattr(memory, "multiprocessors", lambda: 3)
+    monkeypatch.setattr(cuda_dealt, "SHAPES", (shape,))
+    assert cuda_dealt.dealt_shape(handle, rows) is not None
+    for _ in range(2):
+        assert on_host(x, handle).tobytes() == expected.tobytes()
+    assert not memory.to_host(handle.counters).any()
+
+
+def test_a_dealt_shape_that_does_not_fit_is_not_taken(monkeypatch):
+    handle = cuda.prepare_linear(random_trellis(np.random.default_rng(8), 384, 128, "mul1", 8))
+    whole, in_parts = cuda_dealt.DealtShape(4, 8, 2, 0, 1), cuda_dealt.DealtShape(4, 8, 2, 8, 2)
+    large, odd = replace(whole, warps=32, stages=4), replace(whole, chunk_tiles=16)
+    monkeypatch.setattr(cuda_dealt, "SHAPES", (in_parts, large, odd))
+    assert cuda_dealt.dealt_shape(handle, 1) is None
+    monkeypatch.setattr(cuda_dealt, "SHAPES", (in_parts, large, odd, whole))
+    assert cuda_dealt.dealt_shape(handle, 1) == replace(whole, operand_rows=1)
+    assert cuda_dealt.dealt_shape(handle, 16) == replace(whole, operand_rows=16)
+    assert cuda_dealt.dealt_shape(handle, 17) is None
 
 
 def test_passes_of_few_rows_change_nothing(monkeypatch):

@@ -74,6 +74,14 @@ def architecture() -> tuple[int, int]:
     return _emulated_capability if _emulated else torch.cuda.get_device_capability(device())
 
 
+def most_shared_bytes() -> int:
+    """Bytes of shared memory that a block may have, by compute capability (CUDA C++ Programming Guide)."""
+    capability = architecture()
+    if capability in ((8, 6), (8, 9)) or capability[0] == 12:
+        return 99 << 10
+    return 163 << 10 if capability[0] == 8 else 227 << 10
+
+
 def multiprocessors() -> int:
     """How many blocks' worth of hardware there is."""
     if _emulated:

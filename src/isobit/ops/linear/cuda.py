@@ -10,7 +10,7 @@ import torch
 from isobit.checkpoint.weights import Linear
 from isobit.cuda import kernels, memory
 from isobit.cuda.kernels import Constant, Fields
-from isobit.ops.linear import cuda_layers, cuda_products
+from isobit.ops.linear import cuda_dealt, cuda_layers, cuda_products
 from isobit.ops.linear.cuda_layers import (
     BLOCK,
     MOST_FEW_ROWS,
@@ -211,6 +211,10 @@ def is_wide(layer: TrellisLayer) -> bool:
 def wide_trellis_rows(x: torch.Tensor, handle: TrellisLayer, y: torch.Tensor) -> None:
     """The same of a layer with so many outputs that each warp has columns of its own."""
     rows = len(x)
+    dealt = cuda_dealt.dealt_shape(handle, rows)
+    if dealt is not None:
+        cuda_dealt.dealt_rows(rotated_operand(x, handle), handle, y, dealt)
+        return
     row_tiles = tiles_of(rows)
     wide = WIDE_SHAPES[row_tiles]
     defines = {"ROW_TILES": row_tiles, "WARP_COLUMNS": wide.warp_columns, **handle.defines}

@@ -260,7 +260,7 @@ def read_few(q_gate, selection: Selection, handle: Attention, cache: AttentionCa
     sums = memory.empty((at.rows, sizes.heads, parts, sizes.head_dim))
     edges = memory.empty((at.rows, sizes.heads, parts, 2))
     is_alone = parts * _units(sizes) * at.rows <= memory.multiprocessors()
-    staging = FEW_ALONE if is_alone and _part_bytes(sizes, FEW_ALONE) <= _most_shared() else FEW
+    staging = FEW_ALONE if is_alone and _part_bytes(sizes, FEW_ALONE) <= memory.most_shared_bytes() else FEW
     shared = _part_bytes(sizes, staging)
     macros = _reading_macros(handle, staging) | {"SCRATCH_BYTES": shared}
     kernels.load(f"{FOLDER}/read_few.cu", "read_parts", **macros)(
@@ -282,10 +282,10 @@ def read_many(q_gate, selection: Selection, handle: Attention, cache: AttentionC
     if not at.rows:
         return out
     q_gate = _rows(q_gate)
-    rows = max(1, min(MANY.rows, _most_shared() // _row_bytes(sizes, MANY)))
+    rows = max(1, min(MANY.rows, memory.most_shared_bytes() // _row_bytes(sizes, MANY)))
     shared = rows * _row_bytes(sizes, MANY)
     macros = _reading_macros(handle, MANY) | {
-        "ROWS": rows, "BLOCKS_AT_ONCE": max(1, _most_shared() // shared), "SCRATCH_BYTES": shared
+        "ROWS": rows, "BLOCKS_AT_ONCE": max(1, memory.most_shared_bytes() // shared), "SCRATCH_BYTES": shared
     }  # fmt: skip
     kernels.load(f"{FOLDER}/read_many.cu", "read_many", **macros)(
         (-(-at.rows // rows), _units(sizes)), rows * READ_THREADS, q_gate, q_gate.stride(0), handle.q_weight,
@@ -308,14 +308,6 @@ def _reading_macros(handle: Attention, staging: Staging) -> dict[str, int]:
 def _units(sizes: Sizes) -> int:
     """Pieces of up to 16 query heads of one key-value head."""
     return sizes.kv_heads * -(-(sizes.heads // sizes.kv_heads) // 16)
-
-
-def _most_shared() -> int:
-    """Bytes of shared memory that a block may have, by compute capability (CUDA C++ Programming Guide)."""
-    capability = memory.architecture()
-    if capability in ((8, 6), (8, 9)) or capability[0] == 12:
-        return 99 << 10
-    return 163 << 10 if capability[0] == 8 else 227 << 10
 
 
 def _group_bytes(sizes: Sizes, staging: Staging) -> int:
