@@ -12,7 +12,7 @@ MOST_BLOCKS = 8  # of 128 outputs in a thread block
 BLOCK_COST = 0.5  # of a thread block beside its columns, in columns
 STAGES = 3
 MANY_BLOCKS_WARPS, MANY_BLOCKS_STAGES, MANY_BLOCKS_MOST_WARPS = 4, 2, 32  # where blocks are many
-OWN_SHARED_BYTES = 1 << 10  # of every thread block, taken by the driver
+OWN_SHARED_BYTES = 2 << 10  # of every thread block: the driver's and the kernels' own arrays
 
 
 @dataclass(frozen=True)

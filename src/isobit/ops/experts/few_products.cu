@@ -8,9 +8,10 @@
 #include "ops/experts/formats.cuh"
 #include "ops/experts/row_tiles.cuh"
 #include "ops/experts/shared_gate.cuh"
+#include "ops/experts/warp_blocks.cuh"
 #include "ops/linear/cuda_turns.cuh"
 
-constexpr int GATE_ROWS = TILE_ROWS;
+constexpr int GATE_ROWS = FUSED ? 4 : TILE_ROWS;
 constexpr int TILES = BLOCK / TILE;  // of 128 inputs, and of a block of outputs
 constexpr int HALF_STEPS = BLOCK / 32;
 constexpr int MOST_BLOCKS = 8;  // of 128 outputs in a thread block
@@ -136,16 +137,34 @@ constexpr int ROW_PADDING = 32;  // of halves: neighbouring rows lie in differen
 
 DEVICE int row_pieces(int width) { return (width + ROW_PADDING) / 8; }
 
+// A warp's next blocks of the rows' inputs, all asked for before the first is rotated.
+struct InputBlocks {
+    static constexpr int count = 4;
+    float values[count][4];
+    uint2 scales[count];
+};
+
 // Rotate the rows' inputs of a layer into shared memory [count, width + ROW_PADDING], by the block.
 DEVICE void rotate_inputs(const Layer& layer, const Rows& rows, half_bits* inputs) {
-    const int blocks = rows.width / BLOCK, units = rows.count * blocks;
-    for (int first = 0; first < units; first += blockDim.x / OCTET) {
-        const bool writes = first + threadIdx.x / OCTET < units;
-        const int unit = smaller(first + static_cast<int>(threadIdx.x) / OCTET, units - 1);
-        const int member = unit / blocks, block = unit % blocks, j = threadIdx.x % OCTET;
-        float values[OCTET_VALUES];
-        load_octet_of_row(rows.values_of(member), block * BLOCK, rows.values_width, j, values);
-        write_input(layer, block, values, j, writes, inputs + member * (rows.width + ROW_PADDING));
+    const int lane = threadIdx.x % WARP, warps = blockDim.x / WARP, blocks = rows.width / BLOCK;
+    const int units = rows.count * blocks;
+    const bool whole = rows.values_width % 4 == 0;
+    for (int first = threadIdx.x / WARP; first < units; first += InputBlocks::count * warps) {
+        InputBlocks own;
+#pragma unroll
+        for (int i = 0; i < InputBlocks::count; i++) {
+            const int unit = first + i * warps, column = unit % blocks * BLOCK + 4 * lane;
+            if (unit >= units) break;
+            load_inputs(rows.values_of(unit / blocks), column, rows.values_width, whole, own.values[i]);
+            own.scales[i] = *reinterpret_cast<const uint2*>(layer.input_scales + column);
+        }
+#pragma unroll
+        for (int i = 0; i < InputBlocks::count; i++) {
+            const int unit = first + i * warps;
+            if (unit >= units) break;
+            half_bits* row = inputs + unit / blocks * (rows.width + ROW_PADDING);
+            write_input_by_warp(FourScales(own.scales[i]), unit % blocks, own.values[i], lane, row);
+        }
     }
     __syncthreads();
 }
@@ -331,10 +350,12 @@ DEVICE void fetch_input_scales(const Layer& layer) {
 // Ask early for the layers' table and the gate's weights, which the cache does not hold by then.
 DEVICE void fetch_constants(const Layer* layers, int experts, const float* gate_weights, int gate_inputs) {
     constexpr int LINE = 128;
-    const int block = blockIdx.y * gridDim.x + blockIdx.x, at = block * LINE, gate_at = threadIdx.x * LINE / 4;
+    const int block = blockIdx.y * gridDim.x + blockIdx.x, blocks = gridDim.x * gridDim.y;
     const int bytes = (experts + 1) * PROJECTIONS * static_cast<int>(sizeof(Layer));
-    if (threadIdx.x == 0 && at < bytes) fetch_line(reinterpret_cast<const unsigned char*>(layers) + at);
-    if (gate_weights && block == 0 && gate_at < gate_inputs) fetch_line(gate_weights + gate_at);
+    for (int at = (threadIdx.x * blocks + block) * LINE; at < bytes; at += blockDim.x * blocks * LINE)
+        fetch_line(reinterpret_cast<const unsigned char*>(layers) + at);
+    if (!gate_weights || block) return;
+    for (int at = threadIdx.x * LINE / 4; at < gate_inputs; at += blockDim.x * LINE / 4) fetch_line(gate_weights + at);
 }
 
 // Columns of a thread block, `first` to `last` - 1, by blocks of 128 outputs.
@@ -368,23 +389,6 @@ DEVICE int completed(int count, IsLast is_last_of, int* numbers) {
     return found_by_all;
 }
 
-// The unit of an octet in a round of units from `first` on, or, past the last, the last; `real` says which.
-struct OctetUnit {
-    int number;
-    bool real;
-
-    __device__ __forceinline__ OctetUnit(int first, int units) {
-        const int own = first + static_cast<int>(threadIdx.x) / OCTET;
-        real = own < units;
-        number = real ? own : units - 1;
-    }
-};
-
-// Whether this warp has a unit in a round of units from `first` on.
-DEVICE bool warp_has_unit(int first, int units) {
-    return first + static_cast<int>(threadIdx.x) / WARP * OCTETS < units;
-}
-
 // ready [2][pairs, width], the inputs of gate and up -> those of down: halves, or floats if plain [pairs, inner_width].
 //
 // grid (2 * ceil(inner_width / 16 / columns), gate_rows + tiles), 32 * TURNS * (columns at a time) threads. gate_rows 1: the first blocks
@@ -400,51 +404,49 @@ extern "C" __global__ void __launch_bounds__(MOST_WARPS* WARP) multiply_gate_up(
     __shared__ int numbers[MOST_BLOCKS];
     fetch_constants(layers, experts, gate_weights, gate_inputs);
     await_inputs();
-    if (blockIdx.y < gate_rows) {
-        if (threadIdx.x >= WARP) return;
-        for (int first = blockIdx.x * GATE_ROWS; first < rows; first += gridDim.x * GATE_ROWS)
-            shared_gate_logits<GATE_ROWS, 1>(x, hidden, rows, first, gate_weights, gate_inputs, gate_bias, gate_logits,
-                                             *reinterpret_cast<GateInputs<GATE_ROWS>*>(shared));
-        return;
-    }
-    const int* list;
-    const int number = blockIdx.y - gate_rows;
-    const RowTile tile = own_tile(tiles, members, ids, rows, chosen, experts, number, list);
-    if (tile.count == 0) return;
+    const int number = static_cast<int>(blockIdx.y) - gate_rows;
     const int side_slices = gridDim.x / 2, side = blockIdx.x / side_slices, slice = blockIdx.x % side_slices;
-    const int stored_columns = whole_blocks(layer_of(layers, tile.expert, GATE).outputs) / TILE;
-    const Columns own = {slice * columns, smaller((slice + 1) * columns, stored_columns)};
-    if (own.first >= own.last) return;
-    const int64 side_pairs = static_cast<int64>(side) * rows * (chosen + 1);
-    const Rows tile_rows = {list, tile.count, ready + side_pairs * width, width, sums + side * inner_width,
-                            2 * inner_width, x, hidden, chosen + 1};
-    const Layer layer = layer_of(layers, tile.expert, GATE + side);
-    if (FUSED && layer.format != PLAIN) fetch_input_scales(layer);
-    fetch_scales(layer.output_scales, own.first_block(), own.blocks());
-    fetch_scales(layer_of(layers, tile.expert, DOWN).input_scales, own.first_block(), own.blocks());
-    multiply<FUSED>(layer, own.first, own.last, tile_rows, shared);
-#if FUSED
-    if (gate_weights && gate_rows == 0 && number == 0 && blockIdx.x == side_slices - 1 &&
-        threadIdx.x / WARP == blockDim.x / WARP - 1)
-        for (int first = 0; first < rows; first += GATE_ROWS)
-            shared_gate_logits<GATE_ROWS, 1>(
-                x, hidden, rows, first, gate_weights, gate_inputs, gate_bias, gate_logits,
-                *reinterpret_cast<GateInputs<GATE_ROWS>*>(shared + products_pieces() + rows * row_pieces(width)));
-#endif
+    const int* list = nullptr;
+    RowTile tile = {};
+    Columns own = {};
+    if (number >= 0) {
+        tile = own_tile(tiles, members, ids, rows, chosen, experts, number, list);
+        if (tile.count == 0) return;
+        const int stored_columns = whole_blocks(layer_of(layers, tile.expert, GATE).outputs) / TILE;
+        own = {slice * columns, smaller((slice + 1) * columns, stored_columns)};
+        if (own.first >= own.last) return;
+        const int64 side_pairs = static_cast<int64>(side) * rows * (chosen + 1);
+        const Rows tile_rows = {list, tile.count, ready + side_pairs * width, width, sums + side * inner_width,
+                                2 * inner_width, x, hidden, chosen + 1};
+        const Layer layer = layer_of(layers, tile.expert, GATE + side);
+        if (FUSED && layer.format != PLAIN) fetch_input_scales(layer);
+        fetch_scales(layer.output_scales, own.first_block(), own.blocks());
+        fetch_scales(layer_of(layers, tile.expert, DOWN).input_scales, own.first_block(), own.blocks());
+        multiply<FUSED>(layer, own.first, own.last, tile_rows, shared);
+    }
+    const bool idle = gate_rows == 0 && number == 0 && blockIdx.x == side_slices - 1;
+    if (gate_weights && (number < 0 ? threadIdx.x < WARP : idle && threadIdx.x / WARP == blockDim.x / WARP - 1)) {
+        uint4* after_products = shared + products_pieces() + (FUSED ? rows * row_pieces(width) : 0);
+        GateInputs<GATE_ROWS>& staged = *reinterpret_cast<GateInputs<GATE_ROWS>*>(after_products);
+        const int begin = number < 0 ? blockIdx.x * GATE_ROWS : 0, apart = (number < 0 ? gridDim.x : 1) * GATE_ROWS;
+        for (int first = begin; first < rows; first += apart)
+            shared_gate_logits<GATE_ROWS, 1>(x, hidden, rows, first, gate_weights, gate_inputs, gate_bias, gate_logits,
+                                             staged);
+    }
+    if (number < 0) return;
     int* tile_counters = counters + (tile.expert * MOST_PARTS + tile.part) * (inner_width / BLOCK);
     const auto is_last_of = [&](int i) {
         const int block = own.first_block() + i;
         return is_last(tile_counters + block, own.in(block), 2 * TILES);
     };
+    const Triple expert(layers, tile.expert);
     const int units = tile.count * completed(own.blocks(), is_last_of, numbers);
-    for (int first = 0; first < units; first += blockDim.x / OCTET) {
-        if (!warp_has_unit(first, units)) break;
-        const OctetUnit unit(first, units);
-        const int64 pair = list[unit.number % tile.count];
-        const int block = own.first_block() + numbers[unit.number / tile.count];
+    for (int unit = threadIdx.x / WARP; unit < units; unit += blockDim.x / WARP) {
+        const int64 pair = list[unit % tile.count];
+        const int block = own.first_block() + numbers[unit / tile.count];
         const float* source = sums + pair * 2 * inner_width + block * BLOCK;
-        write_hidden(layers, tile.expert, block, source, source + inner_width, threadIdx.x % OCTET, unit.real,
-                     halves + pair * inner_width, floats + pair * inner_width);
+        write_hidden_by_warp(expert, block, source, source + inner_width, threadIdx.x % WARP,
+                              halves + pair * inner_width, floats + pair * inner_width);
     }
 }
 
@@ -464,17 +466,16 @@ struct Mixture {
 template <typename RowOf, typename BlockOf>
 DEVICE void add_pairs(const Mixture& mixture, int count, RowOf row_of, BlockOf block_of, float* terms) {
     const int chosen = mixture.chosen, choices = chosen + 1, units = count * choices;
-    for (int first = 0; first < units; first += blockDim.x / OCTET) {
-        if (!warp_has_unit(first, units)) break;
-        const OctetUnit unit(first, units);
-        const int number = unit.number / choices, choice = unit.number % choices;
+    for (int unit = threadIdx.x / WARP; unit < units; unit += blockDim.x / WARP) {
+        const int number = unit / choices, choice = unit % choices;
         const int row = row_of(number), block = block_of(number);
         const int64 pair = static_cast<int64>(row) * choices + choice;
         const int expert = choice == chosen ? mixture.experts : mixture.ids[row * chosen + choice];
         const float weight =
             choice == chosen ? sigmoid32(mixture.gate_logits[row]) : mixture.weights[row * chosen + choice];
-        write_terms(layer_of(mixture.layers, expert, DOWN), block, mixture.sums + pair * mixture.width + block * BLOCK,
-                    weight, threadIdx.x % OCTET, unit.real, terms + unit.number * BLOCK);
+        write_terms_by_warp(layer_of(mixture.layers, expert, DOWN), block,
+                             mixture.sums + pair * mixture.width + block * BLOCK, weight, threadIdx.x % WARP,
+                             terms + unit * BLOCK);
     }
     __syncthreads();
     for (int i = threadIdx.x; i < count * BLOCK; i += blockDim.x) {
