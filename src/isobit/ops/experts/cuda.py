@@ -27,7 +27,10 @@ FEW, FEW_PRODUCTS = "ops/experts/few_rows.cu", "ops/experts/few_products.cu"
 MANY, MANY_PRODUCTS = "ops/experts/many_rows.cu", "ops/experts/many_products.cu"
 GATE_ROWS = 32  # rows of a thread block that computes the shared expert's gate
 TILE_ROWS, MOST_PARTS = 8, 8  # of few_products.cu
-MOST_COLUMNS = {"multiply_gate_up": 8, "multiply_down": 32}  # of 16 outputs in a thread block of rows that are not fused
+MOST_COLUMNS = {
+    "multiply_gate_up": 8,
+    "multiply_down": 32,
+}  # of 16 outputs in a thread block of rows that are not fused
 ENOUGH_BLOCKS = 1024  # to keep every processor busy with such rows
 MOST_FUSED_ROWS = 4  # that thread blocks rotate themselves
 ROW_PADDING = 32  # of halves, of such a row
