@@ -376,6 +376,7 @@ DEVICE int completed(int count, IsLast is_last_of, int* numbers) {
     __syncthreads();
     if (threadIdx.x < WARP) {
         int found = 0;
+#pragma unroll 1
         for (int first = 0; first < count; first += WARP) {
             const int number = first + static_cast<int>(threadIdx.x);
             const bool last = number < count && is_last_of(number);

@@ -49,6 +49,24 @@ struct GateLoads {
     }
 };
 
+// Eight inputs of a row and their weights.
+struct GateEight {
+    float4 values[2], factors[2];
+
+    __device__ __forceinline__ GateEight(const float4* row, const float4* column, int i)
+        : values{row[2 * i], row[2 * i + 1]}, factors{column[2 * i], column[2 * i + 1]} {}
+    __device__ __forceinline__ float added_to(float sum) const {
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            sum = fma32(values[i].x, factors[i].x, sum);
+            sum = fma32(values[i].y, factors[i].y, sum);
+            sum = fma32(values[i].z, factors[i].z, sum);
+            sum = fma32(values[i].w, factors[i].w, sum);
+        }
+        return sum;
+    }
+};
+
 template <int TEAM>
 DEVICE void sync_gate_warps() {
     if (TEAM == 1) __syncwarp();
@@ -77,17 +95,16 @@ DEVICE void shared_gate_logits(const float* x, int hidden, int rows, int first_r
         if (first + BLOCK < inputs)
             loads.load(source, hidden, rows_left, weights, inputs, first + BLOCK, warp, lane);
         if (first) chain.close(first / BLOCK, inputs);
-        const int fours = smaller(BLOCK, inputs - first) / 4;
+        const int eights = smaller(BLOCK, inputs - first) / 8;
         if (has_row) {
             const float4* row = reinterpret_cast<const float4*>(staged.rows[lane]);
             const float4* column = reinterpret_cast<const float4*>(staged.weights);
-#pragma unroll 8
-            for (int i = 0; i < fours; i++) {
-                const float4 values = row[i], factors = column[i];
-                chain.sums[0] = fma32(values.x, factors.x, chain.sums[0]);
-                chain.sums[0] = fma32(values.y, factors.y, chain.sums[0]);
-                chain.sums[0] = fma32(values.z, factors.z, chain.sums[0]);
-                chain.sums[0] = fma32(values.w, factors.w, chain.sums[0]);
+            GateEight next(row, column, 0);
+#pragma unroll 4
+            for (int i = 0; i < eights; i++) {
+                const GateEight eight = next;
+                next = GateEight(row, column, smaller(i + 1, eights - 1));
+                chain.sums[0] = eight.added_to(chain.sums[0]);
             }
         }
     }
