@@ -122,6 +122,14 @@ def test_few_rows_have_the_same_bytes_however_warps_share_columns(monkeypatch, g
         assert compute(inputs, handle, cuda.FEW_ROWS).tobytes() == expected.tobytes()
 
 
+def test_an_idle_warp_computes_the_gate_where_the_shared_expert_has_fewer_columns_than_others(monkeypatch):
+    host = trellis_experts(np.random.default_rng(17), 3, 128, 256, (3,), 96)
+    handle, inputs = prepare(host), some_rows(np.random.default_rng(18), 2, host, 2)
+    expected = compute(inputs, handle, cuda.MANY_ROWS)
+    monkeypatch.setattr(cuda, "few_shape", lambda name, products, fused: Shape(7, 1, 1, 3, 28))
+    assert compute(inputs, handle, cuda.FEW_ROWS).tobytes() == expected.tobytes()
+
+
 @pytest.mark.parametrize("enough_blocks", [1, 1024])
 def test_rows_that_are_not_fused_have_the_same_bytes_in_any_number_of_blocks(monkeypatch, enough_blocks):
     host = trellis_experts(np.random.default_rng(15), 3, 384, 256, (3, 4))

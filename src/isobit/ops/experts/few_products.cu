@@ -129,8 +129,7 @@ struct Rows {
     }
 };
 
-// Shared memory: chains handed on, every warp's stages, the inputs of a block that rotates them itself, and those of the
-// gate.
+// Shared memory: chains handed on, every warp's stages, the inputs of a block that rotates them itself, and the gate's.
 DEVICE int handed_pieces() { return TURNS > 1 ? warp_columns() * sizeof(Handed) / 16 : 0; }
 DEVICE int products_pieces() { return handed_pieces() + blockDim.x / WARP * STAGES * TILES * most_twice(); }
 constexpr int ROW_PADDING = 32;  // of halves: neighbouring rows lie in different banks
@@ -392,10 +391,10 @@ DEVICE int completed(int count, IsLast is_last_of, int* numbers) {
 
 // ready [2][pairs, width], the inputs of gate and up -> those of down: halves, or floats if plain [pairs, inner_width].
 //
-// grid (2 * ceil(inner_width / 16 / columns), gate_rows + tiles), 32 * TURNS * (columns at a time) threads. gate_rows 1: the first blocks
-// compute the shared expert's gate; 0: if there are gate weights, the last warp of the last block of the first tile's
-// gate columns does, which has no column. sums [pairs, 2, inner_width] is scratch; counters [experts + 1, 8,
-// inner_width / 128] are zeros, and are again. x [rows, hidden].
+// grid (2 * ceil(inner_width / 16 / columns), gate_rows + tiles), 32 * TURNS threads a column at a time. gate_rows 1:
+// the first blocks compute the shared expert's gate; 0: if there are gate weights, the last warp of the last block of
+// the first tile's gate columns does, which has no column. sums [pairs, 2, inner_width] is scratch; counters [experts +
+// 1, 8, inner_width / 128] are zeros, and are again. x [rows, hidden].
 extern "C" __global__ void __launch_bounds__(MOST_WARPS* WARP) multiply_gate_up(
     const Layer* layers, const RowTile* tiles, const int* members, const int* ids, int rows, int chosen, int experts,
     const half_bits* ready, int width, const float* x, int hidden, float* sums, int* counters, half_bits* halves,
@@ -415,7 +414,9 @@ extern "C" __global__ void __launch_bounds__(MOST_WARPS* WARP) multiply_gate_up(
         if (tile.count == 0) return;
         const int stored_columns = whole_blocks(layer_of(layers, tile.expert, GATE).outputs) / TILE;
         own = {slice * columns, smaller((slice + 1) * columns, stored_columns)};
-        if (own.first >= own.last) return;
+    }
+    const bool has_columns = own.first < own.last;
+    if (has_columns) {
         const int64 side_pairs = static_cast<int64>(side) * rows * (chosen + 1);
         const Rows tile_rows = {list, tile.count, ready + side_pairs * width, width, sums + side * inner_width,
                                 2 * inner_width, x, hidden, chosen + 1};
@@ -434,7 +435,7 @@ extern "C" __global__ void __launch_bounds__(MOST_WARPS* WARP) multiply_gate_up(
             shared_gate_logits<GATE_ROWS, 1>(x, hidden, rows, first, gate_weights, gate_inputs, gate_bias, gate_logits,
                                              staged);
     }
-    if (number < 0) return;
+    if (!has_columns) return;
     int* tile_counters = counters + (tile.expert * MOST_PARTS + tile.part) * (inner_width / BLOCK);
     const auto is_last_of = [&](int i) {
         const int block = own.first_block() + i;
@@ -447,7 +448,7 @@ extern "C" __global__ void __launch_bounds__(MOST_WARPS* WARP) multiply_gate_up(
         const int block = own.first_block() + numbers[unit / tile.count];
         const float* source = sums + pair * 2 * inner_width + block * BLOCK;
         write_hidden_by_warp(expert, block, source, source + inner_width, threadIdx.x % WARP,
-                              halves + pair * inner_width, floats + pair * inner_width);
+                             halves + pair * inner_width, floats + pair * inner_width);
     }
 }
 
@@ -475,8 +476,8 @@ DEVICE void add_pairs(const Mixture& mixture, int count, RowOf row_of, BlockOf b
         const float weight =
             choice == chosen ? sigmoid32(mixture.gate_logits[row]) : mixture.weights[row * chosen + choice];
         write_terms_by_warp(layer_of(mixture.layers, expert, DOWN), block,
-                             mixture.sums + pair * mixture.width + block * BLOCK, weight, threadIdx.x % WARP,
-                             terms + unit * BLOCK);
+                            mixture.sums + pair * mixture.width + block * BLOCK, weight, threadIdx.x % WARP,
+                            terms + unit * BLOCK);
     }
     __syncthreads();
     for (int i = threadIdx.x; i < count * BLOCK; i += blockDim.x) {
@@ -491,7 +492,7 @@ DEVICE void add_pairs(const Mixture& mixture, int count, RowOf row_of, BlockOf b
     __syncthreads();
 }
 
-// Inputs of down -> y [rows, hidden]. grid (ceil(width / 16 / columns), tiles), 32 * TURNS * (columns at a time) threads.
+// Inputs of down -> y [rows, hidden]. grid (ceil(width / 16 / columns), tiles), 32 * TURNS threads a column at a time.
 //
 // tiles, members and ids are settled. sums [pairs, width] is scratch; counters [64, width / 128] are zeros, and are
 // again. Shared memory: what the products need, or of `together` blocks of 128 outputs the (chosen + 1) * 128 floats.
