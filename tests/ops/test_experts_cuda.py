@@ -108,7 +108,7 @@ def test_tiles_of_every_size_give_the_bytes_of_a_row_alone(rows):
     ("gate_up", "down"),
     [
         (Shape(7, 4, 1, 3, 28), Shape(14, 2, 1, 3, 28)),
-        (Shape(5, 1, 2, 3, 28), Shape(20, 1, 1, 2, 28)),
+        (Shape(5, 1, 2, 3, 28), Shape(20, 1, 1, 3, 28)),
         (Shape(3, 3, 1, 2, 28), Shape(5, 4, 1, 3, 28)),
     ],
 )
@@ -123,7 +123,7 @@ def test_few_rows_have_the_same_bytes_however_warps_share_columns(monkeypatch, g
 
 
 def test_an_idle_warp_computes_the_gate_where_the_shared_expert_has_fewer_columns_than_others(monkeypatch):
-    host = trellis_experts(np.random.default_rng(17), 3, 128, 256, (3,), 96)
+    host = trellis_experts(np.random.default_rng(17), 3, 128, 256, (3, 4), 96)
     handle, inputs = prepare(host), some_rows(np.random.default_rng(18), 2, host, 2)
     expected = compute(inputs, handle, cuda.MANY_ROWS)
     monkeypatch.setattr(cuda, "few_shape", lambda name, products, fused: Shape(7, 1, 1, 3, 28))
