@@ -1,7 +1,8 @@
-"""Speed of the router and the experts on this GPU at real widths: `python bench/cuda/experts.py [--quick]`.
+"""Speed of the router and the experts on this GPU at real widths: `python bench/cuda/experts.py [--quick | --shapes]`.
 
 Milliseconds a layer, beside the time that the chosen experts' stored weights take at the card's copy rate, or the
 products at its tensor rate. Few rows run in a graph of calls that choose experts anew; many rows kernel by kernel too.
+--shapes: few rows alone, with every way in which thread blocks may share the columns of one of their two kernels.
 """
 
 import statistics
@@ -9,6 +10,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import partial
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -18,6 +20,7 @@ from isobit.checkpoint.weights import CODEBOOKS
 from isobit.cuda import kernels, memory
 from isobit.ops.experts import cuda
 from isobit.ops.experts.cuda_layers import BLOCK, LAYER, PlacedLayers
+from isobit.ops.experts.cuda_shapes import Products, Shape
 
 EXPERTS, CHOSEN, HIDDEN, INNER = 512, 10, 2560, 640
 BITS, SHARED_BITS = 3, 4
@@ -120,30 +123,50 @@ def few_times(handle: cuda.ExpertsHandle, rows: int) -> Iterator[Entry]:
         yield entry(f"  {name}, outside a graph", part, 0.0)
 
 
-VARIANTS = (  # of how warps share the work: TURNS, ENOUGH_BLOCKS, MOST_FUSED_ROWS of ops/experts/cuda.py
-    {"TURNS": 1},
-    {"TURNS": 2},
-    {"ENOUGH_BLOCKS": 512},
-    {"ENOUGH_BLOCKS": 2048},
-    {"MOST_FUSED_ROWS": 0},
-    {"MOST_FUSED_ROWS": 8},
-)
+Shapes = dict[int, tuple[Shape, ...]]
+SHAPES: dict[str, Shapes] = {  # to compare with the op's own, by rows
+    "multiply_gate_up": {
+        1: (Shape(7, 3, 1, 3, 21), Shape(7, 2, 1, 3, 28), Shape(8, 3, 1, 3, 28), Shape(4, 4, 1, 3, 32),
+            Shape(3, 4, 1, 3, 28), Shape(10, 2, 1, 3, 28), Shape(5, 4, 1, 3, 28), Shape(4, 1, 1, 2, 32)),
+        2: (Shape(7, 2, 1, 3, 28), Shape(7, 4, 1, 3, 28), Shape(14, 1, 1, 3, 28), Shape(7, 1, 1, 3, 28),
+            Shape(4, 1, 1, 2, 32)),
+        4: (Shape(5, 2, 1, 3, 28), Shape(10, 1, 1, 3, 28), Shape(7, 1, 1, 3, 28), Shape(20, 1, 1, 3, 28),
+            Shape(4, 1, 1, 2, 32), Shape(14, 2, 1, 3, 28)),
+        8: (Shape(5, 1, 1, 2, 32), Shape(8, 1, 2, 2, 32), Shape(10, 1, 1, 2, 32), Shape(20, 1, 1, 2, 32)),
+    },
+    "multiply_down": {
+        1: (Shape(14, 1, 1, 3, 28), Shape(7, 2, 1, 3, 28), Shape(7, 4, 1, 3, 28), Shape(5, 2, 1, 3, 28),
+            Shape(7, 3, 1, 3, 21), Shape(4, 2, 1, 3, 28), Shape(4, 1, 1, 2, 32)),
+        2: (Shape(14, 1, 1, 3, 28), Shape(14, 2, 1, 3, 28), Shape(7, 1, 1, 3, 28), Shape(7, 2, 1, 3, 28),
+            Shape(4, 1, 1, 2, 32)),
+        4: (Shape(5, 1, 1, 3, 28), Shape(10, 1, 1, 3, 28), Shape(20, 1, 2, 3, 28), Shape(8, 1, 2, 2, 32),
+            Shape(8, 1, 1, 3, 28), Shape(4, 1, 1, 2, 32)),
+        8: (Shape(4, 1, 1, 2, 32), Shape(16, 1, 4, 2, 32), Shape(10, 1, 2, 2, 32), Shape(20, 1, 2, 2, 32)),
+    },
+}  # fmt: skip
 
 
-def variant_times(handle: cuda.ExpertsHandle, rows: int) -> Iterator[Entry]:
-    """Few rows with other constants than the op's own; the outputs' bytes are the same."""
+def shape_times(handle: cuda.ExpertsHandle, rows: int) -> Iterator[Entry]:
+    """Few rows with other shapes of one kernel's thread blocks than the op's own; the outputs' bytes are the same."""
     calls = [random_inputs(rows) for _ in range(CALLS)]
-    for variant in VARIANTS:
-        own = {name: getattr(cuda, name) for name in variant}
-        try:
-            for name, value in variant.items():
-                setattr(cuda, name, value)
-            taken = graph_milliseconds([partial(cuda.experts, *call, handle) for call in calls])
-        finally:
-            for name, value in own.items():
-                setattr(cuda, name, value)
-        label = ", ".join(f"{name} {value}" for name, value in variant.items())
-        yield entry(f"  {rows} rows, {label}", taken, 0.0)
+    own_shape = cuda.few_shape
+    expected = [cuda.experts(*call, handle) for call in calls]
+    label = ", ".join(
+        f"{name} {own_shape(name, cuda.few_products(name, handle, rows, CHOSEN), rows <= cuda.MOST_FUSED_ROWS)}"
+        for name in SHAPES
+    )
+    taken = graph_milliseconds([partial(cuda.experts, *call, handle) for call in calls])
+    yield entry(f"experts, {rows} rows, {label}", taken, 0.0)
+    for kernel, shapes in SHAPES.items():
+        for shape in shapes[rows]:
+
+            def chosen(name: str, products: Products, fused: bool, kernel=kernel, shape=shape) -> Shape:
+                return shape if name == kernel else own_shape(name, products, fused)
+
+            with patch.object(cuda, "few_shape", chosen):
+                taken = graph_milliseconds([partial(cuda.experts, *call, handle) for call in calls])
+                same = all(torch.equal(cuda.experts(*call, handle), y) for call, y in zip(calls, expected, strict=True))
+            yield entry(f"  {rows} rows, {kernel} {shape}", taken, 0.0, "same bytes" if same else "OTHER BYTES")
 
 
 def many_times(handle: cuda.ExpertsHandle, rows: int) -> Iterator[Entry]:
@@ -166,12 +189,18 @@ def route_times(rows: int) -> Iterator[Entry]:
     yield entry(f"route, {rows} rows", taken, 1e3 * logits.nbytes / COPY_RATE)
 
 
+def all_shape_times() -> Iterator[Entry]:
+    """One entry a number of rows and a shape."""
+    handle = random_handle()
+    for rows in (1, 2, 4, 8):
+        yield from shape_times(handle, rows)
+
+
 def times(quick: bool) -> Iterator[Entry]:
     """One entry a number of rows and a kernel: what, ms, floor_ms, rate."""
     handle = random_handle()
     for rows in (1, 4, 64) if quick else (1, 2, 4, 8, 9, 16, 32, 64):
         yield from few_times(handle, rows)
-        yield from variant_times(handle, rows)
     for rows in (6144,) if quick else (65, 256, 1024, 3001, 6144, 8192):
         yield from many_times(handle, rows)
     for rows in (1, 64, 6144):
@@ -179,4 +208,4 @@ def times(quick: bool) -> Iterator[Entry]:
 
 
 if __name__ == "__main__":
-    show(times("--quick" in sys.argv))
+    show(all_shape_times() if "--shapes" in sys.argv else times("--quick" in sys.argv))

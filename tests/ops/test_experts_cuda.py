@@ -15,6 +15,7 @@ from isobit.cuda import kernels, memory
 from isobit.errors import CheckpointError
 from isobit.ops.experts import cpu, cuda, cuda_contract
 from isobit.ops.experts.contract import plain_experts, trellis_experts
+from isobit.ops.experts.cuda_shapes import Products, Shape, even_blocks
 from isobit.ops.linear import cpu as linear_cpu
 from isobit.ops.linear.contract import random_trellis
 from isobit.ops.linear.cuda import linear, prepare_linear
@@ -103,17 +104,59 @@ def test_tiles_of_every_size_give_the_bytes_of_a_row_alone(rows):
     assert compute(last, handle, cuda.FEW_ROWS).tobytes() == together[0][-1:].tobytes()
 
 
-@pytest.mark.parametrize("rows", [3, 10])
-@pytest.mark.parametrize(("turns", "enough_blocks"), [(1, 1), (1, 8), (2, 1024)])
-def test_few_rows_have_the_same_bytes_however_warps_share_columns(monkeypatch, rows, turns, enough_blocks):
+@pytest.mark.parametrize(
+    ("gate_up", "down"),
+    [
+        (Shape(7, 4, 1, 3, 28), Shape(14, 2, 1, 3, 28)),
+        (Shape(5, 1, 2, 3, 28), Shape(20, 1, 1, 3, 28)),
+        (Shape(3, 3, 1, 2, 28), Shape(5, 4, 1, 3, 28)),
+    ],
+)
+def test_few_rows_have_the_same_bytes_however_warps_share_columns(monkeypatch, gate_up, down):
     host = trellis_experts(np.random.default_rng(15), 3, 384, 256, (3, 4))
-    handle, inputs = prepare(host), some_rows(np.random.default_rng(16), rows, host, 2)
+    handle, inputs = prepare(host), some_rows(np.random.default_rng(16), 3, host, 2)
     expected = compute(inputs, handle, cuda.MANY_ROWS)
+    shapes = {"multiply_gate_up": gate_up, "multiply_down": down}
+    monkeypatch.setattr(cuda, "few_shape", lambda name, products, fused: shapes[name])
+    for _ in range(2):
+        assert compute(inputs, handle, cuda.FEW_ROWS).tobytes() == expected.tobytes()
+
+
+def test_an_idle_warp_computes_the_gate_where_the_shared_expert_has_fewer_columns_than_others(monkeypatch):
+    host = trellis_experts(np.random.default_rng(17), 3, 128, 256, (3, 4), 96)
+    handle, inputs = prepare(host), some_rows(np.random.default_rng(18), 2, host, 2)
+    expected = compute(inputs, handle, cuda.MANY_ROWS)
+    monkeypatch.setattr(cuda, "few_shape", lambda name, products, fused: Shape(7, 1, 1, 3, 28))
     assert compute(inputs, handle, cuda.FEW_ROWS).tobytes() == expected.tobytes()
-    monkeypatch.setattr(cuda, "TURNS", turns)
+
+
+@pytest.mark.parametrize("enough_blocks", [1, 1024])
+def test_rows_that_are_not_fused_have_the_same_bytes_in_any_number_of_blocks(monkeypatch, enough_blocks):
+    host = trellis_experts(np.random.default_rng(15), 3, 384, 256, (3, 4))
+    handle, inputs = prepare(host), some_rows(np.random.default_rng(16), 10, host, 2)
+    expected = compute(inputs, handle, cuda.MANY_ROWS)
     monkeypatch.setattr(cuda, "ENOUGH_BLOCKS", enough_blocks)
     for _ in range(2):
         assert compute(inputs, handle, cuda.FEW_ROWS).tobytes() == expected.tobytes()
+
+
+def test_real_layers_of_few_rows_fill_every_multiprocessor_evenly():
+    for rows, least in ((1, (7, 14)), (2, (13, 26)), (3, (19, 38)), (4, (25, 50))):
+        tiles = 10 * rows + 1
+        gate_up = Products(2 * tiles, 40, 20, 128, False, 5184 * rows + 4736)
+        down = Products(tiles, 160, 5, 128, False, 0)
+        for products, columns in ((gate_up, least[0]), (down, least[1])):
+            shape = even_blocks(products, 132, 227 << 10)
+            blocks = -(-products.groups * shape.slices(products) // 132)
+            assert blocks * shape.warps <= 28
+            assert blocks * (shape.shared_bytes(products) + (2 << 10)) <= 227 << 10
+            assert blocks * shape.columns <= 1.08 * columns
+
+
+def test_shapes_fit_wide_tiles_and_little_shared_memory():
+    products = Products(22, 40, 40, 256, True, 41 << 10)
+    for shared_bytes in (99 << 10, 163 << 10, 227 << 10):
+        assert even_blocks(products, 132, shared_bytes).shared_bytes(products) <= shared_bytes
 
 
 def test_small_passes_change_nothing(monkeypatch):

@@ -10,6 +10,7 @@ from isobit.checkpoint.weights import Linear, PlainLinear
 from isobit.cuda import kernels, memory
 from isobit.cuda.kernels import Constant, Settled
 from isobit.ops.experts.cuda_layers import BLOCK, TILE, PlacedLayers, place_layers, stored_sizes, whole_blocks
+from isobit.ops.experts.cuda_shapes import Products, Shape, even_blocks, many_blocks
 from isobit.ops.experts.stored import checked_experts
 
 __all__ = ["experts", "prepare_experts", "route"]
@@ -25,12 +26,16 @@ ROUTE = "ops/experts/route.cu"
 FEW, FEW_PRODUCTS = "ops/experts/few_rows.cu", "ops/experts/few_products.cu"
 MANY, MANY_PRODUCTS = "ops/experts/many_rows.cu", "ops/experts/many_products.cu"
 GATE_ROWS = 32  # rows of a thread block that computes the shared expert's gate
-TILE_ROWS, MOST_PARTS, FEW_WARPS = 8, 8, 4  # of few_products.cu
-MOST_COLUMNS = {"multiply_gate_up": 8, "multiply_down": 32}  # of 16 outputs in a thread block
-ENOUGH_BLOCKS = 1024  # to keep every processor busy
-TURNS = 4  # warps that share a column where there are too few of them
+TILE_ROWS, MOST_PARTS = 8, 8  # of few_products.cu
+MOST_COLUMNS = {
+    "multiply_gate_up": 8,
+    "multiply_down": 32,
+}  # of 16 outputs in a thread block of rows that are not fused
+ENOUGH_BLOCKS = 1024  # to keep every processor busy with such rows
 MOST_FUSED_ROWS = 4  # that thread blocks rotate themselves
 ROW_PADDING = 32  # of halves, of such a row
+FEW_GATE_BYTES = 4 * (TILE_ROWS * (BLOCK + 4) + BLOCK)  # of shared memory: 128 inputs of the shared expert's gate
+SMALL_SHARED = ((0, 0), (8, 6), (8, 9), (12, 0), (12, 1))  # architectures with little shared memory
 MANY_STAGES, STAGE_INPUTS, SUMS_PADDING = 3, 64, 4  # of many_products.cu
 
 
@@ -157,35 +162,46 @@ def _few_rows(
     logits, gate = _gate_logits(x, handle), handle.gate
     halves, floats = _hidden_values(handle, pairs)
     inner_sums, sums = memory.empty((pairs, 2, inner_width)), memory.empty((pairs, width))
-    kernel, columns, shared = _few_products("multiply_gate_up", handle, tiles, 2 * inner_width, fused)
-    kernel(
-        (2 * inner_width // TILE // columns, tiles if gate is None else tiles + 1), 32 * FEW_WARPS, table, tile_list,
-        members, ids, rows, chosen, handle.routed, ready, width, x, handle.hidden, inner_sums, handle.inner_counters,
-        halves, floats, inner_width, columns, Constant(gate), 0 if gate is None else gate.numel(),
-        Constant(handle.gate_bias), logits, shared=shared + fused * rows * 2 * (width + ROW_PADDING), early=True,
+    macros = {**handle.layers.macros, "FUSED": int(fused)}
+    products = few_products("multiply_gate_up", handle, rows, chosen)
+    shape = few_shape("multiply_gate_up", products, fused)
+    gate_rows = 0 if gate is None or (fused and shape.leaves_idle_warp(products)) else 1
+    kernels.load(FEW_PRODUCTS, "multiply_gate_up", **macros, **shape.macros())(
+        (2 * shape.slices(products), gate_rows + tiles), 32 * shape.warps, table, tile_list, members, ids, rows, chosen,
+        handle.routed, ready, width, x, handle.hidden, inner_sums, handle.inner_counters, halves, floats, inner_width,
+        shape.columns, gate_rows, Constant(gate), 0 if gate is None else gate.numel(), Constant(handle.gate_bias),
+        logits, shared=shape.shared_bytes(products), early=True,
     )  # fmt: skip
-    kernel, columns, shared = _few_products("multiply_down", handle, tiles, width, fused)
-    kernel(
-        (-(-width // (TILE * columns)), tiles), 32 * FEW_WARPS, table, Settled(tile_list), Settled(members), halves,
-        floats, inner_width, sums, handle.row_counters, Settled(ids), weights, logits, rows, chosen, handle.routed, y,
-        handle.hidden, width, columns, shared=max(shared, 4 * BLOCK * (chosen + 1)), early=True,
+    products = few_products("multiply_down", handle, rows, chosen)
+    shape = few_shape("multiply_down", products, fused)
+    together = shape.output_blocks if fused else 1
+    kernels.load(FEW_PRODUCTS, "multiply_down", **macros, **shape.macros())(
+        (shape.slices(products), tiles), 32 * shape.warps, table, Settled(tile_list), Settled(members), halves, floats,
+        inner_width, sums, handle.row_counters, Settled(ids), weights, logits, rows, chosen, handle.routed, y,
+        handle.hidden, width, shape.columns, together,
+        shared=max(shape.shared_bytes(products), 4 * BLOCK * (chosen + 1) * together), early=True,
     )  # fmt: skip
 
 
-def _few_products(
-    name: str, handle: ExpertsHandle, tiles: int, outputs: int, fused: bool
-) -> tuple[kernels.Kernel, int, int]:
-    """(kernel, columns of 16 outputs of a block, bytes of shared memory) for tiles that have `outputs` each.
+def few_products(name: str, handle: ExpertsHandle, rows: int, chosen: int) -> Products:
+    """What the thread blocks of a kernel of few rows share."""
+    tiles, macros, gate_up = rows * chosen + -(-rows // TILE_ROWS), handle.layers.macros, name == "multiply_gate_up"
+    inputs_bytes = 2 * rows * (handle.width + ROW_PADDING) if rows <= MOST_FUSED_ROWS else 0
+    return Products(
+        groups=2 * tiles if gate_up else tiles,
+        columns=(handle.inner_width if gate_up else handle.width) // TILE,
+        chunks=(handle.width if gate_up else handle.inner_width) // BLOCK,
+        tile_bytes=_most_tile_bytes(macros),
+        long_layers=bool(macros["LONG_LAYERS"]),
+        other_bytes=inputs_bytes + FEW_GATE_BYTES if gate_up else 0,
+    )
 
-    Warps take turns on one column where the columns are too few to keep all warps busy, and long.
-    """
-    warps = tiles * outputs // TILE
-    turns = TURNS if name == "multiply_gate_up" and warps < ENOUGH_BLOCKS else 1
-    columns = FEW_WARPS // turns
-    while turns == 1 and 2 * columns <= MOST_COLUMNS[name] and warps // (2 * columns) >= ENOUGH_BLOCKS:
-        columns *= 2
-    macros = {**handle.layers.macros, "TURNS": turns, "FUSED": int(fused)}
-    return kernels.load(FEW_PRODUCTS, name, **macros), columns, _few_shared_bytes(macros)
+
+def few_shape(name: str, products: Products, fused: bool) -> Shape:
+    """How they share it; it changes no byte."""
+    if fused:
+        return even_blocks(products, memory.multiprocessors(), _shared_bytes())
+    return many_blocks(products, MOST_COLUMNS[name], ENOUGH_BLOCKS)
 
 
 def _many_rows(
@@ -257,16 +273,12 @@ def _most_rows(handle: ExpertsHandle, chosen: int) -> int:
 
 def _row_tile() -> int:
     """The most rows of one expert in a thread block without warpgroups, from the shared memory of the chip."""
-    return 64 if memory.architecture() in ((0, 0), (8, 6), (8, 9), (12, 0), (12, 1)) else 128
+    return 64 if memory.architecture() in SMALL_SHARED else 128
 
 
-def _few_shared_bytes(macros: dict[str, int]) -> int:
-    """What a block of few_products.cu needs: chains handed on and tiles on their way, or the inputs of the gate."""
-    turns = macros["TURNS"]
-    stages = 2 if turns == 1 else 3
-    handed = FEW_WARPS // turns * 32 * (48 if macros["LONG_LAYERS"] else 16) if turns > 1 else 0
-    gate = 4 * (TILE_ROWS * (BLOCK + 4) + BLOCK)
-    return max(handed + stages * FEW_WARPS * (BLOCK // TILE) * _most_tile_bytes(macros), gate)
+def _shared_bytes() -> int:
+    """Shared memory of a multiprocessor that one thread block can have."""
+    return (99 if memory.architecture() in SMALL_SHARED else 163 if memory.architecture() < (9, 0) else 227) << 10
 
 
 def _side_shared_bytes(macros: dict[str, int]) -> int:

@@ -1,23 +1,23 @@
 // The products of up to 64 rows: all pairs of a row and an expert in one launch, tiles of up to 8 rows of an expert.
 //
 // A block has `columns` columns of 16 outputs of one expert. Its warps decode 128 inputs of one at a time. With macro
-// TURNS 1 each warp has columns of its own, one after the other; with TURNS 2 or 4 so many warps share a column and
-// take turns in carrying its chains, so that k ascends. The block that is the last to add to 128 outputs goes on with
-// them.
+// TURNS 1 each warp has columns of its own, one after the other; with more, so many warps share a column and take turns
+// in carrying its chains, so that k ascends. The block that is the last to add to 128 outputs goes on with them.
 // Macro FUSED: 1 if blocks find their tiles and rotate the inputs of gate and up themselves, else few_rows.cu has.
+// MOST_WARPS: of a multiprocessor at a time. STAGES: a warp's chunks on their way.
 #include "ops/experts/formats.cuh"
 #include "ops/experts/row_tiles.cuh"
 #include "ops/experts/shared_gate.cuh"
+#include "ops/experts/warp_blocks.cuh"
 #include "ops/linear/cuda_turns.cuh"
 
-constexpr int WARPS = 4, THREADS = WARPS * WARP;
-constexpr int WARP_COLUMNS = WARPS / TURNS;  // at a time
-constexpr int GATE_ROWS = TILE_ROWS;
-constexpr int STAGES = TURNS == 1 ? 2 : 3;
+constexpr int GATE_ROWS = FUSED ? 4 : TILE_ROWS;
 constexpr int TILES = BLOCK / TILE;  // of 128 inputs, and of a block of outputs
 constexpr int HALF_STEPS = BLOCK / 32;
-constexpr int MOST_BLOCKS = 4;  // of 128 outputs in a thread block
-constexpr int BLOCKS_A_PROCESSOR = TURNS == 1 ? 8 : 7;
+constexpr int MOST_BLOCKS = 8;  // of 128 outputs in a thread block
+
+// Columns of this thread block at a time.
+DEVICE int warp_columns() { return blockDim.x / WARP / TURNS; }
 
 // What warps hand to each other: the chains of a column's 16 outputs, a lane's side by side.
 struct Handed {
@@ -55,20 +55,22 @@ struct TileStages {
     static constexpr int stage_pieces = pieces * TILES;
     static constexpr int rounds = (stage_pieces + WARP - 1) / WARP;
     const unsigned char* next;
-    int64 step, to_next_column;
-    int chunk, chunks, columns;  // the next chunk to copy, of how many, in how many columns
-    int offsets[rounds];
+    int step, offsets[rounds];
+    int to_copy;    // chunks, of all columns
+    int in_column;  // of them, before the next column begins
+    int chunks;     // of a column
     uint4* stages;
-    int copied, used;  // stages
+    int stage;  // the oldest chunk's
 
+    // `columns` columns from `column` on, of each every chunk number turn, turn + TURNS, ...
     __device__ __forceinline__ TileStages(const Layer& layer, int column, int columns, int turn, uint4* own, int lane)
-        : chunk(turn), chunks(layer.inputs / BLOCK), columns(columns), stages(own), copied(0), used(0) {
-        const int row_bytes = layer.outputs / TILE * tile_bytes(F::twice);
-        const int64 chunk_bytes = static_cast<int64>(TILES) * row_bytes;
+        : stages(own), stage(0) {
+        const int row_bytes = layer.outputs / TILE * tile_bytes(F::twice), chunk_bytes = TILES * row_bytes;
         step = TURNS * chunk_bytes;
-        to_next_column = WARP_COLUMNS * tile_bytes(F::twice) - chunks * chunk_bytes;
-        next = reinterpret_cast<const unsigned char*>(layer.weights) + turn * chunk_bytes +
-               column * tile_bytes(F::twice);
+        in_column = chunks = (layer.inputs / BLOCK - turn + TURNS - 1) / TURNS;
+        to_copy = columns > 0 ? columns * chunks : 0;
+        next = reinterpret_cast<const unsigned char*>(layer.weights) + static_cast<int64>(turn) * chunk_bytes +
+               static_cast<int64>(column) * tile_bytes(F::twice);
 #pragma unroll
         for (int i = 0; i < rounds; i++) {
             const int piece = WARP * i + lane;
@@ -77,25 +79,23 @@ struct TileStages {
 #pragma unroll
         for (int i = 0; i < STAGES; i++) copy(lane);
     }
-    // Begin to copy the next chunk.
+    // Begin to copy the next chunk to where the oldest was.
     __device__ __forceinline__ void copy(int lane) {
-        if (columns > 0 && chunk < chunks) {
+        if (to_copy > 0) {
+            uint4* target = stages + stage * stage_pieces + lane;
 #pragma unroll
-            for (int i = 0; i < rounds; i++) {
-                const int piece = WARP * i + lane;
-                if (stage_pieces % WARP == 0 || piece < stage_pieces)
-                    copy_async_16(stages + copied * stage_pieces + piece, next + offsets[i]);
-            }
+            for (int i = 0; i < rounds; i++)
+                if (stage_pieces % WARP == 0 || WARP * i + lane < stage_pieces)
+                    copy_async_16(target + WARP * i, next + offsets[i]);
+            to_copy--;
             next += step;
-            chunk += TURNS;
-            if (TURNS == 1 && chunk == chunks) {
-                chunk = 0;
-                columns--;
-                next += to_next_column;
+            if (TURNS == 1 && --in_column == 0) {
+                in_column = chunks;
+                next += warp_columns() * tile_bytes(F::twice) - static_cast<int64>(chunks) * step;
             }
         }
         copy_async_commit();
-        copied = copied + 1 == STAGES ? 0 : copied + 1;
+        stage = stage + 1 == STAGES ? 0 : stage + 1;
     }
     // The oldest chunk is there.
     __device__ __forceinline__ void await() const {
@@ -103,13 +103,12 @@ struct TileStages {
         __syncwarp();
     }
     __device__ __forceinline__ const unsigned* tile(int i) const {
-        return reinterpret_cast<const unsigned*>(stages + used * stage_pieces + i * pieces);
+        return reinterpret_cast<const unsigned*>(stages + stage * stage_pieces + i * pieces);
     }
     // The oldest chunk is done with.
     __device__ __forceinline__ void advance(int lane) {
         __syncwarp();
         copy(lane);
-        used = used + 1 == STAGES ? 0 : used + 1;
     }
 };
 
@@ -130,21 +129,41 @@ struct Rows {
     }
 };
 
-// Shared memory: chains handed on, every warp's stages, and the inputs of a block that rotates them itself.
-constexpr int HANDED_PIECES = TURNS > 1 ? WARP_COLUMNS * sizeof(Handed) / 16 : 0;
-constexpr int STAGES_PIECES = WARPS * STAGES * TILES * most_twice();
+// Shared memory: chains handed on, every warp's stages, the inputs of a block that rotates them itself, and the gate's.
+DEVICE int handed_pieces() { return TURNS > 1 ? warp_columns() * sizeof(Handed) / 16 : 0; }
+DEVICE int products_pieces() { return handed_pieces() + blockDim.x / WARP * STAGES * TILES * most_twice(); }
 constexpr int ROW_PADDING = 32;  // of halves: neighbouring rows lie in different banks
+
+DEVICE int row_pieces(int width) { return (width + ROW_PADDING) / 8; }
+
+// A warp's next blocks of the rows' inputs, all asked for before the first is rotated.
+struct InputBlocks {
+    static constexpr int count = 4;
+    float values[count][4];
+    uint2 scales[count];
+};
 
 // Rotate the rows' inputs of a layer into shared memory [count, width + ROW_PADDING], by the block.
 DEVICE void rotate_inputs(const Layer& layer, const Rows& rows, half_bits* inputs) {
-    const int blocks = rows.width / BLOCK, units = rows.count * blocks;
-    for (int first = 0; first < units; first += THREADS / OCTET) {
-        const bool writes = first + threadIdx.x / OCTET < units;
-        const int unit = smaller(first + static_cast<int>(threadIdx.x) / OCTET, units - 1);
-        const int member = unit / blocks, block = unit % blocks, j = threadIdx.x % OCTET;
-        float values[OCTET_VALUES];
-        load_octet_of_row(rows.values_of(member), block * BLOCK, rows.values_width, j, values);
-        write_input(layer, block, values, j, writes, inputs + member * (rows.width + ROW_PADDING));
+    const int lane = threadIdx.x % WARP, warps = blockDim.x / WARP, blocks = rows.width / BLOCK;
+    const int units = rows.count * blocks;
+    const bool whole = rows.values_width % 4 == 0;
+    for (int first = threadIdx.x / WARP; first < units; first += InputBlocks::count * warps) {
+        InputBlocks own;
+#pragma unroll
+        for (int i = 0; i < InputBlocks::count; i++) {
+            const int unit = first + i * warps, column = unit % blocks * BLOCK + 4 * lane;
+            if (unit >= units) break;
+            load_inputs(rows.values_of(unit / blocks), column, rows.values_width, whole, own.values[i]);
+            own.scales[i] = *reinterpret_cast<const uint2*>(layer.input_scales + column);
+        }
+#pragma unroll
+        for (int i = 0; i < InputBlocks::count; i++) {
+            const int unit = first + i * warps;
+            if (unit >= units) break;
+            half_bits* row = inputs + unit / blocks * (rows.width + ROW_PADDING);
+            write_input_by_warp(FourScales(own.scales[i]), unit % blocks, own.values[i], lane, row);
+        }
     }
     __syncthreads();
 }
@@ -170,7 +189,7 @@ DEVICE const uint4* lane_inputs(const Layer& layer, const Rows& rows, uint4* sha
     const int member = smaller(lane / 4, rows.count - 1);
     const half_bits* row;
     if (ROTATES) {
-        half_bits* inputs = reinterpret_cast<half_bits*>(shared + HANDED_PIECES + STAGES_PIECES);
+        half_bits* inputs = reinterpret_cast<half_bits*>(shared + products_pieces());
         rotate_inputs(layer, rows, inputs);
         row = inputs + member * (rows.width + ROW_PADDING);
     } else {
@@ -192,17 +211,19 @@ DEVICE void store_sums(const Chains<4>& chains, const Rows& rows, int tile_colum
 }
 
 #if TURNS == 1
-// A warp's columns from first_column on, WARP_COLUMNS apart, to last_column - 1.
+// A warp's columns from first_column on, so many apart as there are warps, to last_column - 1.
 template <typename F, bool ROTATES>
 DEVICE void multiply_columns(const Layer& layer, int first_column, int last_column, const Rows& rows, uint4* shared) {
-    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, chunks = layer.inputs / BLOCK;
+    const int lane = remembered(threadIdx.x % WARP), warp = remembered(threadIdx.x / WARP);
+    const int chunks = layer.inputs / BLOCK;
     const int first = first_column + warp;
-    TileStages<F> tiles(layer, first, (last_column - first + WARP_COLUMNS - 1) / WARP_COLUMNS, 0,
+    const int apart = warp_columns();
+    TileStages<F> tiles(layer, first, (last_column - first + apart - 1) / apart, 0,
                         shared + warp * STAGES * TileStages<F>::stage_pieces, lane);
     const LanePlace<F::twice> place(lane);
     await_inputs();
     const uint4* row = lane_inputs<ROTATES>(layer, rows, shared, lane);
-    for (int column = first; column < last_column; column += WARP_COLUMNS) {
+    for (int column = first; column < last_column; column += apart) {
         Chains<4> chains;
 #pragma unroll 1
         for (int chunk = 0; chunk < chunks; chunk++) {
@@ -222,33 +243,39 @@ DEVICE void multiply_columns(const Layer& layer, int first_column, int last_colu
     }
 }
 #else
-// WARP_COLUMNS columns from first_column on, each by TURNS warps.
+// The columns from first_column to last_column - 1, each by TURNS warps.
 template <typename F, bool ROTATES>
 DEVICE void multiply_columns(const Layer& layer, int first_column, int last_column, const Rows& rows, uint4* shared) {
-    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, chunks = layer.inputs / BLOCK;
-    const int turn = warp % TURNS, own = warp / TURNS, column = first_column + own;
+    __shared__ Turn turns[MOST_WARPS];
+    const int lane = remembered(threadIdx.x % WARP), warp = remembered(threadIdx.x / WARP);
+    const int chunks = layer.inputs / BLOCK;
+    const int own = warp / TURNS, column = first_column + own;
+    // First turns may be longer: every scheduler's warps have as many of them.
+    const int turn = (warp + own / 2) % TURNS;
     Handed& handed = reinterpret_cast<Handed*>(shared)[own];
     TileStages<F> tiles(layer, column, column < last_column ? 1 : 0, turn,
-                        shared + HANDED_PIECES + warp * STAGES * TileStages<F>::stage_pieces, lane);
+                        shared + handed_pieces() + warp * STAGES * TileStages<F>::stage_pieces, lane);
     const LanePlace<F::twice> place(lane);
+    if (threadIdx.x < MOST_WARPS) turns[threadIdx.x].begin();
     await_inputs();
     const uint4* row = lane_inputs<ROTATES>(layer, rows, shared, lane);
+    if (!ROTATES) __syncthreads();
     if (column >= last_column) return;
-    const int own_turn = warp + 1, awaited = turn == 0 ? warp + TURNS : warp;
-    int round = turn == 0 ? 0 : 1;
+    Turn& own_turn = turns[own * TURNS + turn];
+    const Turn& turn_before = turns[own * TURNS + (turn ? turn : TURNS) - 1];
 #pragma unroll 1
-    for (int chunk = turn; chunk < chunks; chunk += TURNS, round++) {
-        Inputs inputs;
-        inputs.load(row, chunk);
+    for (int chunk = turn; chunk < chunks; chunk += TURNS) {
         tiles.await();
         unsigned weights[TILES][4];
 #pragma unroll
         for (int step = 0; step < TILES; step++)
             decode_fragment<F::codebook, F::twice>(tiles.tile(step), place, weights[step]);
         tiles.advance(lane);
+        Inputs inputs;
+        inputs.load(row, chunk);
         Chains<4> chains;
         if (chunk) {
-            wait_for_turn(awaited, round);
+            turn_before.await((chunk - 1) / TURNS + 1);
             take_chains(chains, handed, lane);
             chains.resume(chunk, layer.inputs);
         }
@@ -256,7 +283,7 @@ DEVICE void multiply_columns(const Layer& layer, int first_column, int last_colu
         for (int step = 0; step < TILES; step++) inputs.multiply(step, weights[step], chains.sums);
         if (chunk + 1 < chunks) {
             put_chains(chains, handed, lane);
-            hand_over(own_turn);
+            own_turn.hand_over(lane);
         } else {
             store_sums(chains, rows, column, lane);
         }
@@ -267,7 +294,7 @@ DEVICE void multiply_columns(const Layer& layer, int first_column, int last_colu
 // Columns of a plain layer, a thread an output of a row; `real` of a row's values are no padding.
 DEVICE void multiply_plain(const Layer& layer, int first_column, int last_column, int real, const Rows& rows) {
     const int first = first_column * TILE, outputs = smaller(last_column * TILE, layer.outputs) - first;
-    for (int unit = threadIdx.x; unit < outputs * rows.count; unit += THREADS) {
+    for (int unit = threadIdx.x; unit < outputs * rows.count; unit += blockDim.x) {
         const int column = first + unit % outputs, member = unit / outputs;
         const int64 place = static_cast<int64>(rows.members[member]) * rows.sums_width + column;
         rows.sums[place] = plain_chain(layer, rows.values_of(member), real, column);
@@ -285,7 +312,6 @@ DEVICE void multiply(const Layer& layer, int first_column, int last_column, cons
     }
 #endif
     if (first_column * TILE >= layer.outputs) return;
-    begin_turns();
     const int last = smaller(last_column, layer.outputs / TILE);
     with_format(layer.format, [&](auto format) {
         multiply_columns<decltype(format), ROTATES>(layer, first_column, last, rows, shared);
@@ -308,132 +334,197 @@ DEVICE RowTile own_tile(const RowTile* tiles, const int* members, const int* ids
 #endif
 }
 
-// Ask early for what the last block of 128 outputs will read.
-DEVICE void fetch_scales(const half_bits* scales, int tile_column) {
-    if (scales && threadIdx.x == 0) fetch_line(scales + tile_column * TILE);
+// Ask early for the scales of `blocks` blocks of 128, which the last thread block to add to them will read.
+DEVICE void fetch_scales(const half_bits* scales, int first_block, int blocks) {
+    if (scales && threadIdx.x < blocks) fetch_line(scales + (first_block + threadIdx.x) * BLOCK);
+    if (scales && threadIdx.x < blocks) fetch_line(scales + (first_block + threadIdx.x) * BLOCK + BLOCK / 2);
 }
 
 // Ask early for the scales of all inputs, which are read in turn.
 DEVICE void fetch_input_scales(const Layer& layer) {
     constexpr int LINE = 64;  // halves
-    for (int at = threadIdx.x * LINE; at < layer.inputs; at += THREADS * LINE) fetch_line(layer.input_scales + at);
+    for (int at = threadIdx.x * LINE; at < layer.inputs; at += blockDim.x * LINE) fetch_line(layer.input_scales + at);
 }
 
 // Ask early for the layers' table and the gate's weights, which the cache does not hold by then.
 DEVICE void fetch_constants(const Layer* layers, int experts, const float* gate_weights, int gate_inputs) {
     constexpr int LINE = 128;
-    const int block = blockIdx.y * gridDim.x + blockIdx.x, at = block * LINE, gate_at = threadIdx.x * LINE / 4;
+    const int block = blockIdx.y * gridDim.x + blockIdx.x, blocks = gridDim.x * gridDim.y;
     const int bytes = (experts + 1) * PROJECTIONS * static_cast<int>(sizeof(Layer));
-    if (threadIdx.x == 0 && at < bytes) fetch_line(reinterpret_cast<const unsigned char*>(layers) + at);
-    if (gate_weights && block == 0 && gate_at < gate_inputs) fetch_line(gate_weights + gate_at);
+    for (int at = (threadIdx.x * blocks + block) * LINE; at < bytes; at += blockDim.x * blocks * LINE)
+        fetch_line(reinterpret_cast<const unsigned char*>(layers) + at);
+    if (!gate_weights || block) return;
+    for (int at = threadIdx.x * LINE / 4; at < gate_inputs; at += blockDim.x * LINE / 4) fetch_line(gate_weights + at);
 }
 
-// How often thread blocks of `columns` columns arrive at a block of 128 outputs.
-DEVICE int arrivals(int columns) { return columns < TILES ? TILES / columns : 1; }
+// Columns of a thread block, `first` to `last` - 1, by blocks of 128 outputs.
+struct Columns {
+    int first, last;
+
+    __device__ __forceinline__ int first_block() const { return first / TILES; }
+    __device__ __forceinline__ int blocks() const { return (last + TILES - 1) / TILES - first / TILES; }
+    __device__ __forceinline__ int in(int block) const {
+        return smaller(last, (block + 1) * TILES) - larger(first, block * TILES);
+    }
+};
+
+// Which of `count` things this thread block is the last to add to, in all of its threads: their numbers and how many.
+template <typename IsLast>
+DEVICE int completed(int count, IsLast is_last_of, int* numbers) {
+    __shared__ int found_by_all;
+    __syncthreads();
+    if (threadIdx.x < WARP) {
+        int found = 0;
+#pragma unroll 1
+        for (int first = 0; first < count; first += WARP) {
+            const int number = first + static_cast<int>(threadIdx.x);
+            const bool last = number < count && is_last_of(number);
+            const unsigned lasts = ballot(last);
+            if (last) numbers[found + popcount(lasts & ((1u << threadIdx.x) - 1))] = number;
+            found += popcount(lasts);
+        }
+        if (threadIdx.x == 0) found_by_all = found;
+    }
+    __syncthreads();
+    return found_by_all;
+}
 
 // ready [2][pairs, width], the inputs of gate and up -> those of down: halves, or floats if plain [pairs, inner_width].
 //
-// grid (2 * inner_width / 16 / columns, tiles and one more if there are gate weights), 128 threads: the first blocks
-// then compute the shared expert's gate. columns: 4 / TURNS, or 8 without turns. sums [pairs, 2, inner_width] is
-// scratch; counters [experts + 1, 8, inner_width / 128] are zeros, and are again. x [rows, hidden].
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_A_PROCESSOR) multiply_gate_up(
+// grid (2 * ceil(inner_width / 16 / columns), gate_rows + tiles), 32 * TURNS threads a column at a time. gate_rows 1:
+// the first blocks compute the shared expert's gate; 0: if there are gate weights, the last warp of the last block of
+// the first tile's gate columns does, which has no column. sums [pairs, 2, inner_width] is scratch; counters [experts +
+// 1, 8, inner_width / 128] are zeros, and are again. x [rows, hidden].
+extern "C" __global__ void __launch_bounds__(MOST_WARPS* WARP) multiply_gate_up(
     const Layer* layers, const RowTile* tiles, const int* members, const int* ids, int rows, int chosen, int experts,
     const half_bits* ready, int width, const float* x, int hidden, float* sums, int* counters, half_bits* halves,
-    float* floats, int inner_width, int columns, const float* gate_weights, int gate_inputs, const float* gate_bias,
-    float* gate_logits) {
+    float* floats, int inner_width, int columns, int gate_rows, const float* gate_weights, int gate_inputs,
+    const float* gate_bias, float* gate_logits) {
     DYNAMIC_SHARED(uint4, shared);
+    __shared__ int numbers[MOST_BLOCKS];
     fetch_constants(layers, experts, gate_weights, gate_inputs);
     await_inputs();
-    if (gate_weights && blockIdx.y == 0) {
-        for (int first = blockIdx.x * GATE_ROWS; first < rows; first += gridDim.x * GATE_ROWS)
-            shared_gate_logits(x, hidden, rows, first, gate_weights, gate_inputs, gate_bias, gate_logits,
-                               *reinterpret_cast<GateInputs<GATE_ROWS>*>(shared));
-        return;
+    const int number = static_cast<int>(blockIdx.y) - gate_rows;
+    const int side_slices = gridDim.x / 2, side = blockIdx.x / side_slices, slice = blockIdx.x % side_slices;
+    const int* list = nullptr;
+    RowTile tile = {};
+    Columns own = {};
+    if (number >= 0) {
+        tile = own_tile(tiles, members, ids, rows, chosen, experts, number, list);
+        if (tile.count == 0) return;
+        const int stored_columns = whole_blocks(layer_of(layers, tile.expert, GATE).outputs) / TILE;
+        own = {slice * columns, smaller((slice + 1) * columns, stored_columns)};
     }
-    const int* list;
-    const RowTile tile =
-        own_tile(tiles, members, ids, rows, chosen, experts, blockIdx.y - (gate_weights ? 1 : 0), list);
-    if (tile.count == 0) return;
-    const int side_blocks = inner_width / TILE / columns, side = blockIdx.x / side_blocks;
-    const int tile_column = blockIdx.x % side_blocks * columns, block = tile_column / TILES;
-    if (block * BLOCK >= whole_blocks(layer_of(layers, tile.expert, GATE).outputs)) return;
-    const int64 side_pairs = static_cast<int64>(side) * rows * (chosen + 1);
-    const Rows tile_rows = {list, tile.count, ready + side_pairs * width, width, sums + side * inner_width,
-                            2 * inner_width, x, hidden, chosen + 1};
-    const Layer layer = layer_of(layers, tile.expert, GATE + side);
-    if (FUSED && layer.format != PLAIN) fetch_input_scales(layer);
-    fetch_scales(layer.output_scales, tile_column);
-    fetch_scales(layer_of(layers, tile.expert, DOWN).input_scales, tile_column);
-    multiply<FUSED>(layer, tile_column, tile_column + columns, tile_rows, shared);
-    int* counter = counters + (tile.expert * MOST_PARTS + tile.part) * (inner_width / BLOCK) + block;
-    if (!arrives_last(counter, 2 * arrivals(columns))) return;
-    for (int first = 0; first < tile.count; first += THREADS / OCTET) {
-        const int member = first + threadIdx.x / OCTET;
-        const int64 pair = list[smaller(member, tile.count - 1)];
+    const bool has_columns = own.first < own.last;
+    if (has_columns) {
+        const int64 side_pairs = static_cast<int64>(side) * rows * (chosen + 1);
+        const Rows tile_rows = {list, tile.count, ready + side_pairs * width, width, sums + side * inner_width,
+                                2 * inner_width, x, hidden, chosen + 1};
+        const Layer layer = layer_of(layers, tile.expert, GATE + side);
+        if (FUSED && layer.format != PLAIN) fetch_input_scales(layer);
+        fetch_scales(layer.output_scales, own.first_block(), own.blocks());
+        fetch_scales(layer_of(layers, tile.expert, DOWN).input_scales, own.first_block(), own.blocks());
+        multiply<FUSED>(layer, own.first, own.last, tile_rows, shared);
+    }
+    const bool idle = gate_rows == 0 && number == 0 && blockIdx.x == side_slices - 1;
+    if (gate_weights && (number < 0 ? threadIdx.x < WARP : idle && threadIdx.x / WARP == blockDim.x / WARP - 1)) {
+        uint4* after_products = shared + products_pieces() + (FUSED ? rows * row_pieces(width) : 0);
+        GateInputs<GATE_ROWS>& staged = *reinterpret_cast<GateInputs<GATE_ROWS>*>(after_products);
+        const int begin = number < 0 ? blockIdx.x * GATE_ROWS : 0, apart = (number < 0 ? gridDim.x : 1) * GATE_ROWS;
+        for (int first = begin; first < rows; first += apart)
+            shared_gate_logits<GATE_ROWS, 1>(x, hidden, rows, first, gate_weights, gate_inputs, gate_bias, gate_logits,
+                                             staged);
+    }
+    if (!has_columns) return;
+    int* tile_counters = counters + (tile.expert * MOST_PARTS + tile.part) * (inner_width / BLOCK);
+    const auto is_last_of = [&](int i) {
+        const int block = own.first_block() + i;
+        return is_last(tile_counters + block, own.in(block), 2 * TILES);
+    };
+    const Triple expert(layers, tile.expert);
+    const int units = tile.count * completed(own.blocks(), is_last_of, numbers);
+    for (int unit = threadIdx.x / WARP; unit < units; unit += blockDim.x / WARP) {
+        const int64 pair = list[unit % tile.count];
+        const int block = own.first_block() + numbers[unit / tile.count];
         const float* source = sums + pair * 2 * inner_width + block * BLOCK;
-        write_hidden(layers, tile.expert, block, source, source + inner_width, threadIdx.x % OCTET, member < tile.count,
-                     halves + pair * inner_width, floats + pair * inner_width);
+        write_hidden_by_warp(expert, block, source, source + inner_width, threadIdx.x % WARP,
+                             halves + pair * inner_width, floats + pair * inner_width);
     }
 }
 
-// 128 outputs of a row from its pairs' sums of down: weighted, added in expert shards, the shared expert last.
-DEVICE void add_pairs(const Layer* layers, const float* sums, const int* ids, const float* weights,
-                      const float* gate_logits, int row, int chosen, int experts, int block, int width, float* terms,
-                      float* y, int hidden) {
-    for (int first = 0; first <= chosen; first += THREADS / OCTET) {
-        const bool writes = first + threadIdx.x / OCTET <= chosen;
-        const int choice = smaller(first + static_cast<int>(threadIdx.x) / OCTET, chosen);
-        const int64 pair = static_cast<int64>(row) * (chosen + 1) + choice;
-        const int expert = choice == chosen ? experts : ids[row * chosen + choice];
-        const float weight = choice == chosen ? sigmoid32(gate_logits[row]) : weights[row * chosen + choice];
-        write_terms(layer_of(layers, expert, DOWN), block, sums + pair * width + block * BLOCK, weight,
-                    threadIdx.x % OCTET, writes, terms + choice * BLOCK);
+// What down's outputs are made of: pairs' sums [pairs, width], choices and weights [rows, chosen], y [rows, hidden].
+struct Mixture {
+    const Layer* layers;
+    const float* sums;
+    const int* ids;
+    const float* weights;
+    const float* gate_logits;
+    int chosen, experts, width, hidden;
+    float* y;
+};
+
+// 128 outputs of a row each from its pairs' sums: weighted, added in expert shards, the shared expert last. row_of and
+// block_of say which, by number; terms: (chosen + 1) * 128 floats of shared memory for each.
+template <typename RowOf, typename BlockOf>
+DEVICE void add_pairs(const Mixture& mixture, int count, RowOf row_of, BlockOf block_of, float* terms) {
+    const int chosen = mixture.chosen, choices = chosen + 1, units = count * choices;
+    for (int unit = threadIdx.x / WARP; unit < units; unit += blockDim.x / WARP) {
+        const int number = unit / choices, choice = unit % choices;
+        const int row = row_of(number), block = block_of(number);
+        const int64 pair = static_cast<int64>(row) * choices + choice;
+        const int expert = choice == chosen ? mixture.experts : mixture.ids[row * chosen + choice];
+        const float weight =
+            choice == chosen ? sigmoid32(mixture.gate_logits[row]) : mixture.weights[row * chosen + choice];
+        write_terms_by_warp(layer_of(mixture.layers, expert, DOWN), block,
+                            mixture.sums + pair * mixture.width + block * BLOCK, weight, threadIdx.x % WARP,
+                            terms + unit * BLOCK);
     }
     __syncthreads();
-    const int column = block * BLOCK + threadIdx.x;
-    if (column < hidden) {
-        ShardedSum sum(experts);
+    for (int i = threadIdx.x; i < count * BLOCK; i += blockDim.x) {
+        const int number = i / BLOCK, row = row_of(number), column = block_of(number) * BLOCK + i % BLOCK;
+        const float* own_terms = terms + number * choices * BLOCK + i % BLOCK;
+        if (column >= mixture.hidden) continue;
+        ShardedSum sum(mixture.experts);
         for (int choice = 0; choice < chosen; choice++)
-            sum.add(ids[row * chosen + choice], terms[choice * BLOCK + threadIdx.x]);
-        y[static_cast<int64>(row) * hidden + column] = sum.with_shared(terms[chosen * BLOCK + threadIdx.x]);
+            sum.add(mixture.ids[row * chosen + choice], own_terms[choice * BLOCK]);
+        mixture.y[static_cast<int64>(row) * mixture.hidden + column] = sum.with_shared(own_terms[chosen * BLOCK]);
     }
     __syncthreads();
 }
 
-// Inputs of down -> y [rows, hidden]. grid (ceil(width / 16 / columns), tiles), 128 threads.
+// Inputs of down -> y [rows, hidden]. grid (ceil(width / 16 / columns), tiles), 32 * TURNS threads a column at a time.
 //
-// tiles, members and ids are settled. columns: 4 / TURNS, or 8, 16 or 32 without turns.
-// sums [pairs, width] is scratch; counters [64, width / 128] are zeros, and are again. (chosen + 1) * 128 floats of
-// shared memory, or what the products need.
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_A_PROCESSOR) multiply_down(
+// tiles, members and ids are settled. sums [pairs, width] is scratch; counters [64, width / 128] are zeros, and are
+// again. Shared memory: what the products need, or of `together` blocks of 128 outputs the (chosen + 1) * 128 floats.
+extern "C" __global__ void __launch_bounds__(MOST_WARPS* WARP) multiply_down(
     const Layer* layers, const RowTile* tiles, const int* members, const half_bits* halves, const float* floats,
     int inner_width, float* sums, int* counters, const int* ids, const float* weights, const float* gate_logits,
-    int rows, int chosen, int experts, float* y, int hidden, int width, int columns) {
+    int rows, int chosen, int experts, float* y, int hidden, int width, int columns, int together) {
     DYNAMIC_SHARED(uint4, shared);
-    __shared__ int complete[TILE_ROWS * MOST_BLOCKS];
+    __shared__ int numbers[TILE_ROWS * MOST_BLOCKS];
     const int* list;
     const RowTile tile = own_tile(tiles, members, ids, rows, chosen, experts, blockIdx.y, list);
     if (tile.count == 0) {
         await_inputs();
         return;
     }
-    const int tile_column = blockIdx.x * columns, first_block = tile_column / TILES;
+    const int first_column = blockIdx.x * columns;
+    const Columns own = {first_column, smaller(first_column + columns, width / TILE)};
+    const int blocks = own.blocks(), first_block = own.first_block();
     const Rows tile_rows = {list, tile.count, halves, inner_width, sums, width, floats, inner_width, 1};
     const Layer layer = layer_of(layers, tile.expert, DOWN);
-    for (int i = 0; i < columns; i += TILES)
-        fetch_scales(layer.output_scales, smaller(tile_column + i, width / TILE - 1));
-    multiply<false>(layer, tile_column, tile_column + columns, tile_rows, shared);
+    fetch_scales(layer.output_scales, first_block, blocks);
+    multiply<false>(layer, own.first, own.last, tile_rows, shared);
     await_inputs();
-    __syncthreads();
-    const int blocks = smaller((columns + TILES - 1) / TILES, width / BLOCK - first_block);
-    if (threadIdx.x < blocks * tile.count) {
-        const int row = list[threadIdx.x / blocks] / (chosen + 1), block = first_block + threadIdx.x % blocks;
-        int* counter = counters + row * (width / BLOCK) + block;
-        complete[threadIdx.x] = is_last(counter, arrivals(columns) * (chosen + 1)) ? row : -1;
-    }
-    __syncthreads();
-    for (int i = 0; i < blocks * tile.count; i++)
-        if (complete[i] >= 0)
-            add_pairs(layers, sums, ids, weights, gate_logits, complete[i], chosen, experts, first_block + i % blocks,
-                      width, reinterpret_cast<float*>(shared), y, hidden);
+    const auto row_of = [&](int i) { return list[i / blocks] / (chosen + 1); };
+    const auto block_of = [&](int i) { return first_block + i % blocks; };
+    const auto is_last_of = [&](int i) {
+        return is_last(counters + row_of(i) * (width / BLOCK) + block_of(i), own.in(block_of(i)), TILES * (chosen + 1));
+    };
+    const int found = completed(blocks * tile.count, is_last_of, numbers);
+    const Mixture mixture = {layers, sums, ids, weights, gate_logits, chosen, experts, width, hidden, y};
+    for (int first = 0; first < found; first += together)
+        add_pairs(
+            mixture, smaller(together, found - first), [&](int i) { return row_of(numbers[first + i]); },
+            [&](int i) { return block_of(numbers[first + i]); }, reinterpret_cast<float*>(shared));
 }

@@ -248,27 +248,20 @@ DEVICE void write_terms(const Layer& down, int block, const float* sums, float w
     if (writes) store_octet(v, j, terms);
 }
 
-// Count an arrival; whether it is number `expected`, after which the counter is 0 again. What others wrote before their
-// arrivals is then to be seen.
-DEVICE bool is_last(int* counter, int expected) {
+// Count arrivals; whether they are the last of `expected`, after which the counter is 0 again. What others wrote before
+// their arrivals is then to be seen.
+DEVICE bool is_last(int* counter, int arrivals, int expected) {
 #ifdef EMULATED
-    const int before = (*counter)++;
+    const int before = *counter;
+    *counter += arrivals;
 #else
     int before;
-    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;"
+                 : "=r"(before) : "l"(counter), "r"(arrivals) : "memory");
 #endif
-    if (before + 1 < expected) return false;
+    if (before + arrivals < expected) return false;
     *counter = 0;
     return true;
-}
-
-// The same for a whole block, in all of its threads.
-DEVICE bool arrives_last(int* counter, int expected) {
-    __shared__ bool last;
-    __syncthreads();
-    if (threadIdx.x == 0) last = is_last(counter, expected);
-    __syncthreads();
-    return last;
 }
 
 // The float64 sum of a row's terms by ascending expert, in expert shards, the shared term last; rounded once.

@@ -88,3 +88,48 @@ DEVICE void wait_for_pass(PassedBarrier barrier, int count) {
 #endif
     __syncwarp();
 }
+
+// A turn in shared memory, for blocks of more warps than there are named barriers: how often its warp has handed over.
+struct Turn {
+    uint64 state;
+
+    // Before the first turn, by one thread; a __syncthreads follows.
+    __device__ __forceinline__ void begin() {
+#ifdef EMULATED
+        state = 0;
+#else
+        asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(&state)) : "memory");
+#endif
+    }
+    // By a whole warp: what it wrote to shared memory is then to be seen by those that await the turn.
+    __device__ __forceinline__ void hand_over(int lane) {
+        __syncwarp();
+        if (lane) return;
+#ifdef EMULATED
+        state++;
+#else
+        uint64 arrived;
+        asm volatile("mbarrier.arrive.shared::cta.b64 %0, [%1];"
+                     : "=l"(arrived) : "r"(shared_address(&state)) : "memory");
+#endif
+    }
+    // Wait for hand-over number `count`, 1 the first; no later one may come before all who await it have seen it.
+    __device__ __forceinline__ void await(int count) const {
+#ifdef EMULATED
+        while (state < static_cast<uint64>(count)) emulator::pause(emulator::READY);
+#else
+        const unsigned address = shared_address(&state), parity = (count - 1) & 1;
+        unsigned done;
+        do {
+#if __CUDA_ARCH__ >= 900
+            asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
+                         : "=r"(done) : "r"(address), "r"(parity) : "memory");
+#else
+            asm volatile("{.reg .pred p; mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
+                         : "=r"(done) : "r"(address), "r"(parity) : "memory");
+#endif
+        } while (!done);
+#endif
+        __syncwarp();
+    }
+};
