@@ -79,40 +79,93 @@ extern "C" __global__ void finish_down(const float* values, int terms, int rows,
 
 constexpr int THREAD_VALUES = (ROW_TILE * SIDE + WARP * STREAMS - 1) / (WARP * STREAMS);
 
+// The streams that a block of mix_few reads. normed: float [rows, STREAMS, HIDDEN], or null: then `streams` of that
+// shape after injection [rows, STREAMS] * y [rows, HIDDEN] is added, where there is a y, normed by inverse
+// [rows, STREAMS] and norm_weight [STREAMS, HIDDEN].
+struct Streams {
+    const float* normed;
+    float* streams;
+    const float *injection, *y, *inverse, *norm_weight;
+};
+
+// One column of a row's streams, on its way.
+struct StreamColumn {
+    float values[STREAMS], strengths[STREAMS], inverses[STREAMS], added;
+
+    __device__ __forceinline__ void load(const Streams& from, int64 row, int column) {
+#pragma unroll
+        for (int stream = 0; stream < STREAMS; stream++) {
+            const int64 at = row * STREAMS + stream;
+            values[stream] = (from.normed ? from.normed : from.streams)[at * HIDDEN + column];
+            inverses[stream] = from.normed ? 0.0f : from.inverse[at];
+            strengths[stream] = from.y ? from.injection[at] : 0.0f;
+        }
+        added = from.y ? from.y[row * HIDDEN + column] : 0.0f;
+    }
+
+    // Add what is added, and write it unless the row is another's.
+    __device__ __forceinline__ void write(const Streams& to, int64 row, int column, bool own) {
+        if (!to.y) return;
+#pragma unroll
+        for (int stream = 0; stream < STREAMS; stream++) {
+            values[stream] = fma32(strengths[stream], added, values[stream]);
+            if (own) to.streams[(row * STREAMS + stream) * HIDDEN + column] = values[stream];
+        }
+    }
+
+    __device__ __forceinline__ void norm(const Streams& from, const float factors[STREAMS]) {
+        if (from.normed) return;
+#pragma unroll
+        for (int stream = 0; stream < STREAMS; stream++)
+            values[stream] = (values[stream] * inverses[stream]) * factors[stream];
+    }
+};
+
+// low of up to 8 rows, and what of their injections is this block's, each block for itself.
+DEVICE void finish_own(const Sums& sums, uint2* own_low, float* injection) {
+    const int units = 4 * STEPS + (injection ? STREAMS : 0);
+    for (int i = threadIdx.x; i < sums.rows * units; i += WARP * STREAMS) {
+        const int row = i / units, unit = i % units, step = unit / 4, stream = unit - 4 * STEPS;
+        if (stream < 0)
+            own_low[step * WARP + row * 4 + unit % 4] = low_pairs(sums, row, step, unit % 4);
+        else
+            injection[row * STREAMS + stream] = injection_of(total_of(sums, row, sums.inject + stream));
+    }
+}
+
 // Up to 64 rows: a block has 16 columns of the result, a warp one stream's part. grid (HIDDEN / 16), 32 * STREAMS
 // threads. low: finish_down's, or null for up to 8 rows: then from `values` [terms, rows, width], each block for itself,
-// and the first also writes the injection. normed: float [rows, STREAMS, HIDDEN]; mixed: float [rows, HIDDEN].
+// and the first also writes the injection. mixed: float [rows, HIDDEN]. The rest as Streams says.
 extern "C" __global__ void __launch_bounds__(WARP * STREAMS)
-mix_few(const uint4* __restrict__ up, const float* values, const uint2* low, const float* normed, float* mixed,
-        float* injection, int terms, int rows, int width, int inject) {
+mix_few(const uint4* __restrict__ up, const float* values, const uint2* low, const float* normed, float* streams,
+        const float* written_injection, const float* y, const float* inverse, const float* __restrict__ norm_weight,
+        float* mixed, float* injection, int terms, int rows, int width, int inject) {
     __shared__ uint2 own_low[STEPS * WARP];
     __shared__ float mixes[STREAMS][ROW_TILE][SIDE + 1];
     const int lane = threadIdx.x % WARP, stream = threadIdx.x / WARP, group = lane / 4, pair = lane % 4;
-    const int first = blockIdx.x * SIDE;
+    const int first = blockIdx.x * SIDE, column = first + threadIdx.x % SIDE;
     uint4 weights[STEPS];
     const uint4* own = up + static_cast<int64>((stream * HIDDEN + first) / SIDE) * STEPS * WARP + lane;
 #pragma unroll
     for (int step = 0; step < STEPS; step++) weights[step] = load_ahead(own + step * WARP);
+    float factors[STREAMS];
+#pragma unroll
+    for (int from = 0; from < STREAMS; from++) factors[from] = 1.0f + norm_weight[from * HIDDEN + column];
     await_inputs();
-    if (!low) {
-        const Sums sums = {values, terms, rows, width, inject};
-        for (int i = threadIdx.x; i < rows * STEPS * 4; i += WARP * STREAMS) {
-            const int row = i / (STEPS * 4), step = i / 4 % STEPS;
-            own_low[step * WARP + row * 4 + i % 4] = low_pairs(sums, row, step, i % 4);
-        }
-        if (injection && !blockIdx.x)
-            for (int i = threadIdx.x; i < rows * STREAMS; i += WARP * STREAMS)
-                injection[i] = injection_of(total_of(sums, i / STREAMS, inject + i % STREAMS));
-    }
+    const Streams all = {normed, streams, written_injection, y, inverse, norm_weight};
     for (int first_row = 0; first_row < rows; first_row += ROW_TILE) {
-        float mixed_values[THREAD_VALUES][STREAMS];
+        StreamColumn columns[THREAD_VALUES];
 #pragma unroll
         for (int i = 0; i < THREAD_VALUES; i++) {
-            const int place = i * WARP * STREAMS + threadIdx.x;
-            const int64 row = smaller(first_row + place / SIDE, rows - 1);
+            const int row = first_row + (i * WARP * STREAMS + threadIdx.x) / SIDE;
+            columns[i].load(all, smaller(row, rows - 1), column);
+        }
+        if (!low) finish_own({values, terms, rows, width, inject}, own_low, blockIdx.x ? nullptr : injection);
 #pragma unroll
-            for (int from = 0; from < STREAMS; from++)
-                mixed_values[i][from] = normed[(row * STREAMS + from) * HIDDEN + first + place % SIDE];
+        for (int i = 0; i < THREAD_VALUES; i++) {
+            const int place = i * WARP * STREAMS + threadIdx.x, row = first_row + place / SIDE;
+            columns[i].write(all, row, column, place < ROW_TILE * SIDE && row < rows);
+            columns[i].norm(all, factors);
         }
         __syncthreads();
         const uint2* b = low ? low + static_cast<int64>(first_row / ROW_TILE) * STEPS * WARP : own_low;
@@ -133,10 +186,10 @@ mix_few(const uint4* __restrict__ up, const float* values, const uint2* low, con
             float total = 0.0f;
 #pragma unroll
             for (int from = 0; from < STREAMS; from++) {
-                const float value = mixes[from][place / SIDE][place % SIDE] * mixed_values[i][from];
+                const float value = mixes[from][place / SIDE][place % SIDE] * columns[i].values[from];
                 total = from ? total + value : value;
             }
-            mixed[static_cast<int64>(row) * HIDDEN + first + place % SIDE] = total / static_cast<float>(STREAMS);
+            mixed[static_cast<int64>(row) * HIDDEN + column] = total / static_cast<float>(STREAMS);
         }
     }
 }
