@@ -248,7 +248,8 @@ def down_few(
     down = _half_layer(site.down)
     columns = down.stored_outputs
     sums, inverse = memory.empty((down.shards * down.parts, rows, columns)), memory.empty((rows, count))
-    defines = {"STREAMS": count, "HIDDEN": site.hidden, **shape.defines}
+    most_rows = 1 << (rows - 1).bit_length()
+    defines = {"STREAMS": count, "HIDDEN": site.hidden, "ROWS": most_rows, "FEEDERS": shape.feeders, **shape.defines}
     injection, y = written or (None, None)
     kernels.load(DOWN_FEW, "down_few", **defines)(
         (columns // TILE, down.shards),
@@ -274,7 +275,7 @@ def down_few_shape(site: GatedResidual, rows: int) -> PlainShape | None:
     if rows > MOST_OWN_ROWS or any(first % site.hidden for first, _ in down.shard_bounds):
         return None
     inputs = max(last - first for first, last in down.shard_bounds)
-    row_tiles = -(-rows * down.parts // ROW_TILE)
+    row_tiles = 1 if rows * down.parts <= ROW_TILE else 2
     feeders = -(-inputs // (TILE * CHUNK_TILES))
     shape = PlainShape(rows, row_tiles, 1, CHUNK_TILES, feeders)
     fits = feeders * shape.chunk_bytes(down.parts) <= min(ALONE_BYTES, _shared_memory() - OWN_BYTES)

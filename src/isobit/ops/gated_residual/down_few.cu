@@ -2,17 +2,20 @@
 // chains of down and inject over the normed streams.
 //
 // Every k-shard is whole streams, and a block norms those of its shard itself, so that it waits for no other. It writes
-// no stream: others may still read them; mix_few does. Macros: STREAMS, HIDDEN; ROW_TILES, CHUNK_TILES of
-// plain_chain.cuh.
+// no stream: others may still read them; mix_few does. Macros: STREAMS, HIDDEN; ROWS at most; FEEDERS, warps that feed a
+// chain; those of plain_chain.cuh.
 #include "device.cuh"
 #define PARTS 2
 #include "ops/linear/plain_chain.cuh"
 
-constexpr int MOST_ROWS = 8 * ROW_TILES * CHAIN_WARPS / PARTS;
+static_assert(ROWS * PARTS <= 8 * ROW_TILES * CHAIN_WARPS, "the chain warp has a column for every part of a row");
+constexpr int WARPS = FEEDERS + CHAIN_WARPS;
 constexpr int INPUTS = STREAMS * HIDDEN, TILES = INPUTS / SIDE;
 
 DEVICE const float4& quad_at(const float* at) { return *reinterpret_cast<const float4*>(at); }
 DEVICE float4& quad_at(float* at) { return *reinterpret_cast<float4*>(at); }
+
+DEVICE bool is_real(int row, int rows) { return row == 0 || row < rows; }
 
 DEVICE float4 fma_quad(float weight, const float4& a, const float4& b) {
     return make_float4(fma32(weight, a.x, b.x), fma32(weight, a.y, b.y), fma32(weight, a.z, b.z),
@@ -21,7 +24,7 @@ DEVICE float4 fma_quad(float weight, const float4& a, const float4& b) {
 
 // What a lane has of a feeder's chunk: quads lane, lane + 32 ... of every row.
 struct OwnQuads {
-    float4 factors[ROW_QUADS], values[MOST_ROWS][ROW_QUADS];
+    float4 factors[ROW_QUADS], values[ROWS][ROW_QUADS];
     int first, count;  // the lane's first input, of all; the chunk's inputs
 
     __device__ __forceinline__ OwnQuads(int first_tile, int tiles, int lane)
@@ -44,42 +47,42 @@ struct OwnQuads {
     // Of streams [rows, INPUTS] after `injection` [rows, STREAMS] * y [rows, HIDDEN] is added, where there is a y.
     __device__ __forceinline__ void load_values(const float* streams, const float* injection, const float* y,
                                                 int rows) {
-        float4 added[MOST_ROWS][ROW_QUADS];
-        float strengths[MOST_ROWS][ROW_QUADS];
+        float4 added[ROWS][ROW_QUADS];
+        float strengths[ROWS][ROW_QUADS];
 #pragma unroll
-        for (int row = 0; row < MOST_ROWS; row++)
+        for (int row = 0; row < ROWS; row++)
 #pragma unroll
             for (int j = 0; j < ROW_QUADS; j++)
-                if (row < rows && has(j)) {
+                if (is_real(row, rows) && has(j)) {
                     values[row][j] = quad_at(streams + row * INPUTS + input(j));
                     if (y) added[row][j] = quad_at(y + row * HIDDEN + input(j) % HIDDEN);
                     if (y) strengths[row][j] = injection[row * STREAMS + input(j) / HIDDEN];
                 }
+        if (!y) return;
 #pragma unroll
-        for (int row = 0; row < MOST_ROWS; row++)
+        for (int row = 0; row < ROWS; row++)
 #pragma unroll
             for (int j = 0; j < ROW_QUADS; j++)
-                if (y && row < rows && has(j))
-                    values[row][j] = fma_quad(strengths[row][j], added[row][j], values[row][j]);
+                if (is_real(row, rows) && has(j)) values[row][j] = fma_quad(strengths[row][j], added[row][j], values[row][j]);
     }
 
     // To staged [rows, width], whose first input is `from`.
     __device__ __forceinline__ void stage(float* staged, int width, int from, int rows) const {
 #pragma unroll
-        for (int row = 0; row < MOST_ROWS; row++)
+        for (int row = 0; row < ROWS; row++)
 #pragma unroll
             for (int j = 0; j < ROW_QUADS; j++)
-                if (row < rows && has(j)) quad_at(staged + row * width + input(j) - from) = values[row][j];
+                if (is_real(row, rows) && has(j)) quad_at(staged + row * width + input(j) - from) = values[row][j];
     }
 
     // Normed, to the chunk's operand. inverses: those of the streams, by row and stream of all.
     __device__ __forceinline__ void feed(const Chunk& chunk, const float (*inverses)[STREAMS], int lane,
                                          int rows) const {
 #pragma unroll
-        for (int row = 0; row < MOST_ROWS; row++)
+        for (int row = 0; row < ROWS; row++)
 #pragma unroll
             for (int j = 0; j < ROW_QUADS; j++)
-                if (row < rows && has(j)) {
+                if (is_real(row, rows) && has(j)) {
                     const float inverse = inverses[row][input(j) / HIDDEN];
                     const float4 v = values[row][j], factor = factors[j];
                     store_quad(chunk, row, lane + j * WARP,
@@ -105,20 +108,20 @@ DEVICE float inverse_norm(const float* values, int lane, float eps) {
     return rsqrt32(lane_sum(squares) / static_cast<float>(HIDDEN) + eps);
 }
 
-// grid (N / 16, shards), threads 32 * (1 + feeders), whose chunks hold a whole shard. weights: uint4 [N / 16, TILES, 32];
+// grid (N / 16, shards), threads 32 * WARPS, whose chunks hold a whole shard. weights: uint4 [N / 16, TILES, 32];
 // norm_weight: float [INPUTS]; streams: float [rows, INPUTS], y [rows, HIDDEN], rows at 16 bytes, injection
 // [rows, STREAMS]; y: null where nothing is written. values: float [shards * PARTS, rows, N]; inverse: float
 // [rows, STREAMS], the streams' 1 / sqrt(mean of squares + eps).
-extern "C" __global__ void __launch_bounds__((MOST_FEEDERS + CHAIN_WARPS) * WARP, 1)
+extern "C" __global__ void __launch_bounds__(WARPS * WARP, 1)
 down_few(const uint4* __restrict__ weights, const float* norm_weight, const float* streams, const float* injection,
          const float* y, float* values, float* inverse, int rows, float eps) {
     DYNAMIC_SHARED(uint4, shared);
-    __shared__ float inverses[MOST_ROWS][STREAMS];
+    __shared__ float inverses[ROWS][STREAMS];
     begin_turns();
-    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, warps = blockDim.x / WARP;
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     const int first_tile = shard_tile(blockIdx.y, gridDim.y, TILES);
     const int tiles = shard_tile(blockIdx.y + 1, gridDim.y, TILES) - first_tile, width = tiles * SIDE;
-    const Chunks chunks = {shared, warps - CHAIN_WARPS, rows * PARTS};
+    const Chunks chunks = {shared, FEEDERS, rows * PARTS};
     float* staged = reinterpret_cast<float*>(chunks.operands());
     const bool carries = warp < CHAIN_WARPS;
     const int feeder = warp - CHAIN_WARPS;
@@ -137,12 +140,14 @@ down_few(const uint4* __restrict__ weights, const float* norm_weight, const floa
     }
     __syncthreads();
     const int first_stream = first_tile * SIDE / HIDDEN, own_streams = width / HIDDEN;
-    for (int i = warp; i < rows * own_streams; i += warps) {
-        const int row = i / own_streams, stream = i % own_streams;
-        const float found = inverse_norm(staged + row * width + stream * HIDDEN, lane, eps);
+    // Warps take the streams of the first, of the second row ... in turn, the chain warp the very first.
+    for (int stream = warp; stream < rows * own_streams; stream += WARPS) {
+        int row = 0, own_stream = stream;
+        for (; own_stream >= own_streams; own_stream -= own_streams) row++;
+        const float found = inverse_norm(staged + row * width + own_stream * HIDDEN, lane, eps);
         if (lane) continue;
-        inverses[row][first_stream + stream] = found;
-        if (!blockIdx.x) inverse[row * STREAMS + first_stream + stream] = found;
+        inverses[row][first_stream + own_stream] = found;
+        if (!blockIdx.x) inverse[row * STREAMS + first_stream + own_stream] = found;
     }
     __syncthreads();
     if (carries) {

@@ -123,12 +123,12 @@ struct StreamColumn {
 
 // low of up to 8 rows, and what of their injections is this block's, each block for itself.
 DEVICE void finish_own(const Sums& sums, uint2* own_low, float* injection) {
-    const int units = 4 * STEPS + (injection ? STREAMS : 0);
-    for (int i = threadIdx.x; i < sums.rows * units; i += WARP * STREAMS) {
-        const int row = i / units, unit = i % units, step = unit / 4, stream = unit - 4 * STEPS;
+    constexpr int UNITS = 4 * STEPS + STREAMS;
+    for (int i = threadIdx.x; i < sums.rows * UNITS; i += WARP * STREAMS) {
+        const int row = i / UNITS, unit = i % UNITS, step = unit / 4, stream = unit - 4 * STEPS;
         if (stream < 0)
             own_low[step * WARP + row * 4 + unit % 4] = low_pairs(sums, row, step, unit % 4);
-        else
+        else if (injection)
             injection[row * STREAMS + stream] = injection_of(total_of(sums, row, sums.inject + stream));
     }
 }
