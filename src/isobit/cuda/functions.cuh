@@ -38,11 +38,23 @@ DEVICE float exp32(float x) {
     return parts.scaled * parts.factor;
 }
 
+// 1 / d for d from 1 to 2, correctly rounded: how a division begins, without the branch for other d that keeps
+// neighbours from overlapping.
+DEVICE float inverse_from_one_to_two(float d) {
+#ifdef EMULATED
+    return 1.0f / d;
+#else
+    float r;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(d));
+    return fma32(r, fma32(-d, r, 1.0f), r);
+#endif
+}
+
 // (numerator + rest) / (1 + e) for 0 <= e <= 1.
 DEVICE float divide_by_one_plus(float numerator, float rest, float e) {
     const float d = 1.0f + e;
     const float d_rest = e - (d - 1.0f);
-    const float inverse = 1.0f / d;
+    const float inverse = inverse_from_one_to_two(d);
     const float quotient = numerator * inverse;
     float residual = fma32(-quotient, d, numerator);
     residual = fma32(-quotient, d_rest, residual + rest);
@@ -74,7 +86,7 @@ DEVICE float softplus32(float x) {
     const float e = exp32(-absolute(x));
     const float d = fma32(0.5f, e, 1.0f);
     const float d_rest = fma32(0.5f, e, 1.0f - d);
-    const float inverse = 1.0f / d;
+    const float inverse = inverse_from_one_to_two(d);
     const float s = e * inverse;
     const float residual = fma32(-s, d_rest, fma32(-s, d, e));
     const float w = s * s;

@@ -70,8 +70,9 @@ class GatedResidual:
     @property
     def defines(self) -> dict[str, int]:
         """The macros that make the kernels of whole reads those of this site."""
-        steps = -(-self.rank // TILE)
-        return {"STREAMS": self.streams, "HIDDEN": self.hidden, "STEPS": steps}
+        down = _half_layer(self.down)
+        terms = down.shards * down.parts
+        return {"STREAMS": self.streams, "HIDDEN": self.hidden, "STEPS": -(-self.rank // TILE), "TERMS": terms}
 
     @property
     def norm_shared(self) -> int:
@@ -234,7 +235,7 @@ def _read_few_rows(
     mix = kernels.load(MIX, "mix_few", **site.defines)
     read = normed, streams, added, y, inverse, Constant(site.norm_weight)
     arrays = Constant(_fragments(site.up)), sums, low, *read, mixed, injection if low is None else None
-    mix(hidden // TILE, WARP * count, *arrays, len(sums), rows, sums.shape[2], site.inject_at, early=True)
+    mix(hidden // TILE, WARP * count, *arrays, rows, sums.shape[2], site.inject_at, early=True)
 
 
 def down_few(
@@ -338,12 +339,12 @@ def mix_rows(
 
 def finish_down(sums: torch.Tensor, site: GatedResidual, injection: torch.Tensor | None) -> torch.Tensor:
     """silu of down's outputs as the B operand of `up`, and the injection, from sums float32 [terms, R, columns]."""
-    terms, rows, columns = sums.shape
+    _, rows, columns = sums.shape
     steps, tiles = site.defines["STEPS"], -(-rows // ROW_TILE)
     low = memory.empty((tiles, steps, WARP, 4), torch.float16)
     kernel = kernels.load(MIX, "finish_down", **site.defines)
     threads = rows * (4 * steps + site.streams)
-    kernel(-(-threads // THREADS), THREADS, sums, terms, rows, columns, site.inject_at, low, injection, early=True)
+    kernel(-(-threads // THREADS), THREADS, sums, rows, columns, site.inject_at, low, injection, early=True)
     return low
 
 

@@ -1,17 +1,16 @@
 // The second half of a gated read: low = silu(down / streams), the layer `up`, the mix, the injection.
 //
-// `up` lies as the A operand's registers, uint4 [STREAMS * HIDDEN / 16, STEPS, 32]; low is its B operand, uint2
-// [row tiles, STEPS, 32]: of lane 4g + t row g's halves 2t, 2t + 1 and 2t + 8, 2t + 9.
+// Macros: STREAMS, HIDDEN, STEPS of read.cuh; TERMS of each of down's outputs. `up` lies as the A operand's registers,
+// uint4 [STREAMS * HIDDEN / 16, STEPS, 32]; low is its B operand, uint2 [row tiles, STEPS, 32]: of lane 4g + t row g's
+// halves 2t, 2t + 1 and 2t + 8, 2t + 9.
 #include "device.cuh"
 #include "ops/gated_residual/read.cuh"
 
-// The sums of down's and inject's outputs: float [terms, rows, width], inject's from column `inject` on.
+// The sums of down's and inject's outputs: float [TERMS, rows, width], inject's from column `inject` on.
 struct Sums {
     const float* values;
-    int terms, rows, width, inject;
+    int rows, width, inject;
 };
-
-constexpr int TERMS_AHEAD = 8;  // that are on their way at a time
 
 // COUNT outputs' terms added in float64 in order, rounded once; COUNT / WIDE places of WIDE neighbours, `apart` columns.
 template <typename Floats, int COUNT>
@@ -19,24 +18,20 @@ DEVICE void totals_of(const Sums& sums, int row, int column, int apart, float to
     constexpr int WIDE = sizeof(Floats) / sizeof(float), PLACES = COUNT / WIDE;
     const int stride = sums.rows * sums.width;
     const float* at = sums.values + row * sums.width + column;
+    Floats terms[TERMS][PLACES];
+#pragma unroll
+    for (int term = 0; term < TERMS; term++)
+#pragma unroll
+        for (int place = 0; place < PLACES; place++)
+            terms[term][place] = *reinterpret_cast<const Floats*>(at + term * stride + place * apart);
     double found[COUNT];
-#pragma unroll 1
-    for (int term = 0; term < sums.terms; term += TERMS_AHEAD, at += TERMS_AHEAD * stride) {
-        Floats next[TERMS_AHEAD][PLACES];
 #pragma unroll
-        for (int i = 0; i < TERMS_AHEAD; i++)
+    for (int term = 0; term < TERMS; term++)
 #pragma unroll
-            for (int place = 0; place < PLACES; place++)
-                if (term + i < sums.terms)
-                    next[i][place] = *reinterpret_cast<const Floats*>(at + i * stride + place * apart);
-#pragma unroll
-        for (int i = 0; i < TERMS_AHEAD; i++)
-#pragma unroll
-            for (int j = 0; j < COUNT; j++) {
-                const double value = reinterpret_cast<const float*>(&next[i][j / WIDE])[j % WIDE];
-                found[j] = term + i == 0 ? value : term + i < sums.terms ? found[j] + value : found[j];
-            }
-    }
+        for (int j = 0; j < COUNT; j++) {
+            const double value = reinterpret_cast<const float*>(&terms[term][j / WIDE])[j % WIDE];
+            found[j] = term ? found[j] + value : value;
+        }
 #pragma unroll
     for (int j = 0; j < COUNT; j++) totals[j] = static_cast<float>(found[j]);
 }
@@ -58,10 +53,10 @@ DEVICE uint2 low_pairs(const Sums& sums, int row, int step, int pair) {
 }
 
 // low and injection [rows, STREAMS] (null: none) of all rows; grid covers rows * (4 * STEPS + STREAMS) threads.
-extern "C" __global__ void finish_down(const float* values, int terms, int rows, int width, int inject, uint2* low,
+extern "C" __global__ void finish_down(const float* values, int rows, int width, int inject, uint2* low,
                                        float* injection) {
     await_inputs();
-    const Sums sums = {values, terms, rows, width, inject};
+    const Sums sums = {values, rows, width, inject};
     const int units = 4 * STEPS + STREAMS;
     const int at = blockIdx.x * blockDim.x + threadIdx.x;
     const int row = at / units, unit = at % units;
@@ -134,12 +129,12 @@ DEVICE void finish_own(const Sums& sums, uint2* own_low, float* injection) {
 }
 
 // Up to 64 rows: a block has 16 columns of the result, a warp one stream's part. grid (HIDDEN / 16), 32 * STREAMS
-// threads. low: finish_down's, or null for up to 8 rows: then from `values` [terms, rows, width], each block for itself,
+// threads. low: finish_down's, or null for up to 8 rows: then from `values` [TERMS, rows, width], each block for itself,
 // and the first also writes the injection. mixed: float [rows, HIDDEN]. The rest as Streams says.
 extern "C" __global__ void __launch_bounds__(WARP * STREAMS)
 mix_few(const uint4* __restrict__ up, const float* values, const uint2* low, const float* normed, float* streams,
         const float* written_injection, const float* y, const float* inverse, const float* __restrict__ norm_weight,
-        float* mixed, float* injection, int terms, int rows, int width, int inject) {
+        float* mixed, float* injection, int rows, int width, int inject) {
     __shared__ uint2 own_low[STEPS * WARP];
     __shared__ float mixes[STREAMS][ROW_TILE][SIDE + 1];
     const int lane = threadIdx.x % WARP, stream = threadIdx.x / WARP, group = lane / 4, pair = lane % 4;
@@ -154,18 +149,12 @@ mix_few(const uint4* __restrict__ up, const float* values, const uint2* low, con
     await_inputs();
     const Streams all = {normed, streams, written_injection, y, inverse, norm_weight};
     for (int first_row = 0; first_row < rows; first_row += ROW_TILE) {
+        if (!low) finish_own({values, rows, width, inject}, own_low, blockIdx.x ? nullptr : injection);
         StreamColumn columns[THREAD_VALUES];
 #pragma unroll
         for (int i = 0; i < THREAD_VALUES; i++) {
             const int row = first_row + (i * WARP * STREAMS + threadIdx.x) / SIDE;
             columns[i].load(all, smaller(row, rows - 1), column);
-        }
-        if (!low) finish_own({values, terms, rows, width, inject}, own_low, blockIdx.x ? nullptr : injection);
-#pragma unroll
-        for (int i = 0; i < THREAD_VALUES; i++) {
-            const int place = i * WARP * STREAMS + threadIdx.x, row = first_row + place / SIDE;
-            columns[i].write(all, row, column, place < ROW_TILE * SIDE && row < rows);
-            columns[i].norm(all, factors);
         }
         __syncthreads();
         const uint2* b = low ? low + static_cast<int64>(first_row / ROW_TILE) * STEPS * WARP : own_low;
@@ -177,7 +166,13 @@ mix_few(const uint4* __restrict__ up, const float* values, const uint2* low, con
             multiply(c, weights[step], pairs.x, pairs.y);
         }
 #pragma unroll
-        for (int i = 0; i < 4; i++) mixes[stream][2 * pair + i % 2][group + i / 2 * 8] = mixing_sigmoid(c[i]);
+        for (int i = 0; i < 4; i++) mixes[stream][2 * pair + i % 2][group + i / 2 * 8] = sigmoid32(c[i]);
+#pragma unroll
+        for (int i = 0; i < THREAD_VALUES; i++) {
+            const int place = i * WARP * STREAMS + threadIdx.x, row = first_row + place / SIDE;
+            columns[i].write(all, row, column, place < ROW_TILE * SIDE && row < rows);
+            columns[i].norm(all, factors);
+        }
         __syncthreads();
 #pragma unroll
         for (int i = 0; i < THREAD_VALUES; i++) {
@@ -310,7 +305,7 @@ mix_many(const uint4* __restrict__ up, const uint2* __restrict__ low, const floa
 #pragma unroll
                 for (int stream = 0; stream < STREAMS; stream++) {
                     const float normed = (now.values[stream][i] * now.inverse[stream][i % 2]) * factors[stream][i / 2];
-                    const float value = mixing_sigmoid(c[stream][tile][i]) * normed;
+                    const float value = sigmoid32(c[stream][tile][i]) * normed;
                     total = stream ? total + value : value;
                 }
                 const int64 row = first_row + tile * ROW_TILE + i % 2;
