@@ -38,8 +38,8 @@ MIX_COLUMNS, MIX_ROW_TILES, MIX_THREADS = 4, 12, 384  # tiles of a unit of mix.c
 MOST_STEPS = 24  # of 16 inputs of `up`, whose weights a lane holds
 MOST_STREAMS = 8
 EMULATED_SHARED = 256 << 10
-CHUNK_TILES = 16  # of a feeder of down_few.cu
-OWN_BYTES = 1 << 10  # at most, that a block of it shares beside its chunks
+MOST_NORMED_ROWS, CHUNK_TILES = 8, 16  # that down_few.cu takes; tiles of each of its feeders
+OWN_BYTES = 1 << 10  # at most, that a block of down_few.cu shares beside its chunks
 MOST_OWN_TERMS = 32  # of an output of all these rows, that each block of mix_few adds itself
 
 Written = tuple[torch.Tensor, torch.Tensor]  # an injection [R, S] and y [R, H]
@@ -243,7 +243,7 @@ def down_few(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The chains of down and inject over the streams as a write leaves them, normed, and the streams' factors.
 
-    float32 [2 * shards, R, stored outputs] and [R, S], of few rows by blocks of a `down_few_shape`. The streams are read.
+    float32 [2 * shards, R, stored outputs] and [R, S], of few rows, by blocks of a `down_few_shape`. The streams stay.
     """
     rows, count, _ = streams.shape
     down = _half_layer(site.down)
@@ -273,7 +273,7 @@ def down_few(
 def down_few_shape(site: GatedResidual, rows: int) -> PlainShape | None:
     """A block of down_few, which holds a whole shard of a few rows; None where it cannot, or shards divide streams."""
     down = _half_layer(site.down)
-    if rows > MOST_OWN_ROWS or any(first % site.hidden for first, _ in down.shard_bounds):
+    if rows > MOST_NORMED_ROWS or any(first % site.hidden for first, _ in down.shard_bounds):
         return None
     inputs = max(last - first for first, last in down.shard_bounds)
     row_tiles = 1 if rows * down.parts <= ROW_TILE else 2
@@ -283,9 +283,7 @@ def down_few_shape(site: GatedResidual, rows: int) -> PlainShape | None:
     return shape if feeders <= MOST_FEEDERS and fits else None
 
 
-def norm_streams(
-    streams: torch.Tensor, site: GatedResidual, written: Written | None
-) -> torch.Tensor:
+def norm_streams(streams: torch.Tensor, site: GatedResidual, written: Written | None) -> torch.Tensor:
     """The normed streams [R, S, H] of few rows, after a write to them, if any; the site's weights come nearer."""
     rows, count, hidden = streams.shape
     normed = memory.empty(streams.shape)
