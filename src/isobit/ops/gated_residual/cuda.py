@@ -235,7 +235,7 @@ def _read_few_rows(
     mix = kernels.load(MIX, "mix_few", **site.defines)
     read = normed, streams, added, y, inverse, Constant(site.norm_weight)
     arrays = Constant(_fragments(site.up)), sums, low, *read, mixed, injection if low is None else None
-    mix(hidden // TILE, WARP * count, *arrays, rows, sums.shape[2], site.inject_at, early=True)
+    mix(hidden // TILE + own, WARP * count, *arrays, rows, sums.shape[2], site.inject_at, early=True)
 
 
 def down_few(

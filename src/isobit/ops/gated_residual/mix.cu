@@ -12,44 +12,61 @@ struct Sums {
     int rows, width, inject;
 };
 
-// COUNT outputs' terms added in float64 in order, rounded once; COUNT / WIDE places of WIDE neighbours, `apart` columns.
+// The terms of COUNT outputs: COUNT / WIDE places of WIDE neighbours, `apart` columns.
 template <typename Floats, int COUNT>
-DEVICE void totals_of(const Sums& sums, int row, int column, int apart, float totals[COUNT]) {
-    constexpr int WIDE = sizeof(Floats) / sizeof(float), PLACES = COUNT / WIDE;
-    const int stride = sums.rows * sums.width;
-    const float* at = sums.values + row * sums.width + column;
-    Floats terms[TERMS][PLACES];
-#pragma unroll
-    for (int term = 0; term < TERMS; term++)
-#pragma unroll
-        for (int place = 0; place < PLACES; place++)
-            terms[term][place] = *reinterpret_cast<const Floats*>(at + term * stride + place * apart);
-    double found[COUNT];
-#pragma unroll
-    for (int term = 0; term < TERMS; term++)
-#pragma unroll
-        for (int j = 0; j < COUNT; j++) {
-            const double value = reinterpret_cast<const float*>(&terms[term][j / WIDE])[j % WIDE];
-            found[j] = term ? found[j] + value : value;
-        }
-#pragma unroll
-    for (int j = 0; j < COUNT; j++) totals[j] = static_cast<float>(found[j]);
-}
+struct Terms {
+    static constexpr int WIDE = sizeof(Floats) / sizeof(float), PLACES = COUNT / WIDE;
+    Floats values[TERMS][PLACES];
 
-DEVICE float total_of(const Sums& sums, int row, int column) {
-    float total;
-    totals_of<float, 1>(sums, row, column, 0, &total);
-    return total;
-}
+    __device__ __forceinline__ void load(const Sums& sums, int row, int column, int apart) {
+        const int stride = sums.rows * sums.width;
+        const float* at = sums.values + row * sums.width + column;
+#pragma unroll
+        for (int term = 0; term < TERMS; term++)
+#pragma unroll
+            for (int place = 0; place < PLACES; place++)
+                values[term][place] = *reinterpret_cast<const Floats*>(at + term * stride + place * apart);
+    }
+
+    // Each output's terms added in float64 in order, rounded once.
+    __device__ __forceinline__ void add(float totals[COUNT]) const {
+        double found[COUNT];
+#pragma unroll
+        for (int term = 0; term < TERMS; term++)
+#pragma unroll
+            for (int j = 0; j < COUNT; j++) {
+                const double value = reinterpret_cast<const float*>(&values[term][j / WIDE])[j % WIDE];
+                found[j] = term ? found[j] + value : value;
+            }
+#pragma unroll
+        for (int j = 0; j < COUNT; j++) totals[j] = static_cast<float>(found[j]);
+    }
+};
 
 // Lane 4g + t's two registers of a row's low values in one step; the width is even.
-DEVICE uint2 low_pairs(const Sums& sums, int row, int step, int pair) {
-    float totals[4];
-    totals_of<float2, 4>(sums, row, step * SIDE + 2 * pair, SIDE / 2, totals);
-    half_bits values[4];
+struct LowTerms {
+    Terms<float2, 4> terms;
+
+    __device__ __forceinline__ void load(const Sums& sums, int row, int step, int pair) {
+        terms.load(sums, row, step * SIDE + 2 * pair, SIDE / 2);
+    }
+
+    __device__ __forceinline__ uint2 pairs() const {
+        float totals[4];
+        terms.add(totals);
+        half_bits values[4];
 #pragma unroll
-    for (int i = 0; i < 4; i++) values[i] = activated(totals[i]);
-    return make_uint2(pack_half2(values[0], values[1]), pack_half2(values[2], values[3]));
+        for (int i = 0; i < 4; i++) values[i] = activated(totals[i]);
+        return make_uint2(pack_half2(values[0], values[1]), pack_half2(values[2], values[3]));
+    }
+};
+
+DEVICE void write_injection(const Sums& sums, int row, int stream, float* injection) {
+    Terms<float, 1> terms;
+    terms.load(sums, row, sums.inject + stream, 0);
+    float total;
+    terms.add(&total);
+    injection[static_cast<int64>(row) * STREAMS + stream] = injection_of(total);
 }
 
 // low and injection [rows, STREAMS] (null: none) of all rows; grid covers rows * (4 * STEPS + STREAMS) threads.
@@ -62,14 +79,14 @@ extern "C" __global__ void finish_down(const float* values, int rows, int width,
     const int row = at / units, unit = at % units;
     if (row >= rows) return;
     if (unit >= 4 * STEPS) {
-        const int stream = unit - 4 * STEPS;
-        if (injection)
-            injection[static_cast<int64>(row) * STREAMS + stream] = injection_of(total_of(sums, row, inject + stream));
+        if (injection) write_injection(sums, row, unit - 4 * STEPS, injection);
         return;
     }
     const int step = unit / 4, pair = unit % 4;
     const int64 tile = row / ROW_TILE;
-    low[(tile * STEPS + step) * WARP + row % ROW_TILE * 4 + pair] = low_pairs(sums, row, step, pair);
+    LowTerms terms;
+    terms.load(sums, row, step, pair);
+    low[(tile * STEPS + step) * WARP + row % ROW_TILE * 4 + pair] = terms.pairs();
 }
 
 constexpr int THREAD_VALUES = (ROW_TILE * SIDE + WARP * STREAMS - 1) / (WARP * STREAMS);
@@ -116,21 +133,25 @@ struct StreamColumn {
     }
 };
 
-// low of up to 8 rows, and what of their injections is this block's, each block for itself.
-DEVICE void finish_own(const Sums& sums, uint2* own_low, float* injection) {
-    constexpr int UNITS = 4 * STEPS + STREAMS;
-    for (int i = threadIdx.x; i < sums.rows * UNITS; i += WARP * STREAMS) {
-        const int row = i / UNITS, unit = i % UNITS, step = unit / 4, stream = unit - 4 * STEPS;
-        if (stream < 0)
-            own_low[step * WARP + row * 4 + unit % 4] = low_pairs(sums, row, step, unit % 4);
-        else if (injection)
-            injection[row * STREAMS + stream] = injection_of(total_of(sums, row, sums.inject + stream));
+// low of up to 8 rows, by each block for itself: a unit's terms are loaded while those of the one before are added.
+DEVICE void finish_own(const Sums& sums, uint2* own_low) {
+    constexpr int ROW_UNITS = 4 * STEPS, THREADS = WARP * STREAMS;
+    const int units = sums.rows * ROW_UNITS;
+    LowTerms next;
+    auto load_unit = [&](int unit) {
+        if (unit < units) next.load(sums, unit / ROW_UNITS, unit % ROW_UNITS / 4, unit % 4);
+    };
+    load_unit(threadIdx.x);
+    for (int unit = threadIdx.x; unit < units; unit += THREADS) {
+        const LowTerms terms = next;
+        load_unit(unit + THREADS);
+        own_low[unit % ROW_UNITS / 4 * WARP + unit / ROW_UNITS * 4 + unit % 4] = terms.pairs();
     }
 }
 
 // Up to 64 rows: a block has 16 columns of the result, a warp one stream's part. grid (HIDDEN / 16), 32 * STREAMS
 // threads. low: finish_down's, or null for up to 8 rows: then from `values` [TERMS, rows, width], each block for itself,
-// and the first also writes the injection. mixed: float [rows, HIDDEN]. The rest as Streams says.
+// and one block more writes the injection. mixed: float [rows, HIDDEN]. The rest as Streams says.
 extern "C" __global__ void __launch_bounds__(WARP * STREAMS)
 mix_few(const uint4* __restrict__ up, const float* values, const uint2* low, const float* normed, float* streams,
         const float* written_injection, const float* y, const float* inverse, const float* __restrict__ norm_weight,
@@ -139,6 +160,13 @@ mix_few(const uint4* __restrict__ up, const float* values, const uint2* low, con
     __shared__ float mixes[STREAMS][ROW_TILE][SIDE + 1];
     const int lane = threadIdx.x % WARP, stream = threadIdx.x / WARP, group = lane / 4, pair = lane % 4;
     const int first = blockIdx.x * SIDE, column = first + threadIdx.x % SIDE;
+    const Sums sums = {values, rows, width, inject};
+    if (first == HIDDEN) {
+        await_inputs();
+        for (int i = threadIdx.x; injection && i < rows * STREAMS; i += WARP * STREAMS)
+            write_injection(sums, i / STREAMS, i % STREAMS, injection);
+        return;
+    }
     uint4 weights[STEPS];
     const uint4* own = up + static_cast<int64>((stream * HIDDEN + first) / SIDE) * STEPS * WARP + lane;
 #pragma unroll
@@ -149,7 +177,7 @@ mix_few(const uint4* __restrict__ up, const float* values, const uint2* low, con
     await_inputs();
     const Streams all = {normed, streams, written_injection, y, inverse, norm_weight};
     for (int first_row = 0; first_row < rows; first_row += ROW_TILE) {
-        if (!low) finish_own({values, rows, width, inject}, own_low, blockIdx.x ? nullptr : injection);
+        if (!low) finish_own(sums, own_low);
         StreamColumn columns[THREAD_VALUES];
 #pragma unroll
         for (int i = 0; i < THREAD_VALUES; i++) {
