@@ -2,8 +2,8 @@
 // chains of down and inject over the normed streams.
 //
 // Every k-shard is whole streams, and a block norms those of its shard itself, so that it waits for no other. It writes
-// no stream: others may still read them; mix_few does. Macros: STREAMS, HIDDEN; ROWS at most; FEEDERS, warps that feed a
-// chain; those of plain_chain.cuh.
+// no stream: others may still read them; mix_few does. Macros: STREAMS, HIDDEN; ROWS at most; FEEDERS, warps that feed
+// a chain; those of plain_chain.cuh.
 #include "device.cuh"
 #define PARTS 2
 #include "ops/linear/plain_chain.cuh"
@@ -63,7 +63,8 @@ struct OwnQuads {
         for (int row = 0; row < ROWS; row++)
 #pragma unroll
             for (int j = 0; j < ROW_QUADS; j++)
-                if (is_real(row, rows) && has(j)) values[row][j] = fma_quad(strengths[row][j], added[row][j], values[row][j]);
+                if (is_real(row, rows) && has(j))
+                    values[row][j] = fma_quad(strengths[row][j], added[row][j], values[row][j]);
     }
 
     // To staged [rows, width], whose first input is `from`.
