@@ -50,8 +50,8 @@ DEVICE float inverse_from_one_to_two(float d) {
 #endif
 }
 
-// values[i] / d, correctly rounded, for values from +0 on: where none is tiny they share 1 / d and are corrected twice, so
-// that they overlap.
+// values[i] / d, correctly rounded, for values from +0 on: where none is tiny they share 1 / d and are corrected twice,
+// so that they overlap.
 template <int N>
 DEVICE void divide_all(float (&values)[N], float d) {
     float least = 1.0f, most = 0.0f;

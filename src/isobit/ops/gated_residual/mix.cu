@@ -150,8 +150,8 @@ DEVICE void finish_own(const Sums& sums, uint2* own_low) {
 }
 
 // Up to 64 rows: a block has 16 columns of the result, a warp one stream's part. grid (HIDDEN / 16), 32 * STREAMS
-// threads. low: finish_down's, or null for up to 8 rows: then from `values` [TERMS, rows, width], each block for itself,
-// and one block more writes the injection. mixed: float [rows, HIDDEN]. The rest as Streams says.
+// threads. low: finish_down's, or null for up to 8 rows: then from `values` [TERMS, rows, width], by each block for
+// itself, and one block more writes the injection. mixed: float [rows, HIDDEN]. The rest as Streams says.
 extern "C" __global__ void __launch_bounds__(WARP * STREAMS)
 mix_few(const uint4* __restrict__ up, const float* values, const uint2* low, const float* normed, float* streams,
         const float* written_injection, const float* y, const float* inverse, const float* __restrict__ norm_weight,
