@@ -9,6 +9,7 @@ import argparse
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import cycle, islice
 from unittest.mock import patch
@@ -98,29 +99,46 @@ def linear_chains(model: FlashNext, rows: int) -> Iterator[Chain]:
 
 
 def residual_chains(model: FlashNext, rows: int) -> Iterator[Chain]:
+    """Reads after writes, and their first halves: blocks of several shapes, and norms in a launch of their own."""
     sites = [site for layer in model.layers for site in (layer.mixer_site, layer.experts_site)]
     width, hidden, streams = sites[0].streams, sites[0].hidden, normal(rows, sites[0].streams, sites[0].hidden)
-    injection, y, wide = normal(rows, width), normal(rows, hidden), normal(rows, width * hidden)
+    injection, y = normal(rows, width), normal(rows, hidden)
 
-    def normed(site: residual.GatedResidual) -> Outputs:
-        return (residual.norm_streams(streams, site, (injection, y)),)
-
-    def down(site: residual.GatedResidual) -> Outputs:
+    def half(site: residual.GatedResidual) -> Outputs:
+        shape = residual.down_few_shape(site, rows)
+        if shape is not None:
+            return residual.down_few(streams, site, (injection, y), shape)
         assert isinstance(site.down, HalfLayer)
-        return (linear.plain_sums(wide, site.down),)
+        normed = residual.norm_streams(streams, site, (injection, y))
+        return (linear.plain_sums(normed.view(rows, width * hidden), site.down),)
 
     def whole(site: residual.GatedResidual) -> Outputs:
         mixed, injected = residual.gated_write_read(streams, injection, y, site)
         return (mixed,) if injected is None else (mixed, injected)
 
-    nbytes = {"down": sites[0].down.nbytes, "up": sites[0].up.nbytes}
-    steps = {
-        "write and norm of the streams": (normed, 0.0, [streams]),
-        "down with inject": (down, nbytes["down"], []),
-        "the whole gated write and read": (whole, nbytes["down"] + nbytes["up"], [streams]),
-    }
-    for what, (step, size, moving) in steps.items():
-        yield Chain(what, [lambda site=site, step=step: step(site) for site in sites], size, moving)
+    first, second = sites[0].down.nbytes, sites[0].up.nbytes
+    for how, changes in RESIDUAL_SHAPES.items():
+        yield Chain(f"norms and down, {how}", patched(half, sites, changes), first, [streams])
+        yield Chain(f"the whole gated write and read, {how}", patched(whole, sites, changes), first + second, [streams])
+
+
+RESIDUAL_SHAPES: dict[str, dict[str, object]] = {
+    "as the model does": {},
+    "32 tiles a feeder": {"CHUNK_TILES": 32},
+    "norms by themselves": {"MOST_NORMED_ROWS": 0},
+}
+
+
+def patched(
+    step: Callable[[residual.GatedResidual], Outputs], sites: Sequence, changes: dict[str, object]
+) -> Sequence[Call]:
+    """The step at each site, with changes to the module's constants."""
+
+    def call(site: residual.GatedResidual) -> Outputs:
+        with patch.multiple(residual, **changes) if changes else nullcontext():
+            return step(site)
+
+    return [lambda site=site: call(site) for site in sites]
 
 
 def experts_chains(model: FlashNext, rows: int) -> Iterator[Chain]:

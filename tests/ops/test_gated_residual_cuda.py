@@ -9,7 +9,7 @@ from isobit.contract.compare import first_difference  # noqa: E402
 from isobit.contract.gates import GATES  # noqa: E402
 from isobit.contract.plans import Sizes  # noqa: E402
 from isobit.contract.run import cases_of  # noqa: E402
-from isobit.cuda import memory  # noqa: E402
+from isobit.cuda import kernels, memory  # noqa: E402
 from isobit.ops.contract import Span  # noqa: E402
 from isobit.ops.gated_residual import cuda, cuda_contract  # noqa: E402
 from isobit.ops.gated_residual.cuda_contract import GatedRead, GatedWrite  # noqa: E402
@@ -79,6 +79,54 @@ def test_inputs_that_end_within_a_stage_and_inputs_in_shards_are_read_the_same_i
     assert first_difference(read(case, chosen, cuda.MANY_ROWS), expected) is None
 
 
+@pytest.fixture
+def launched(monkeypatch):
+    """The names of the kernels that are launched."""
+    names: list[str] = []
+    launch = kernels.Kernel.__call__
+
+    def noted(kernel, *arguments, **how):
+        names.append(kernel.name)
+        launch(kernel, *arguments, **how)
+
+    monkeypatch.setattr(kernels.Kernel, "__call__", noted)
+    return names
+
+
+# Shards of whole streams, one shard of all streams, shards that divide streams.
+@pytest.mark.parametrize(("streams", "hidden", "is_short"), [(4, 1280, True), (3, 176, True), (3, 1408, False)])
+@pytest.mark.parametrize("rows", [1, 3, 8])
+def test_up_to_eight_rows_are_normed_where_they_are_multiplied_if_shards_are_whole_streams(
+    launched, streams, hidden, is_short, rows
+):
+    case = GatedRead._half_case(np.random.default_rng(hidden), streams, hidden, 24, True)
+    chosen = np.arange(rows) % len(case.rows)
+    expected = read(case, chosen, cuda.LAYER_BY_LAYER)
+    launched.clear()
+    found = read(case, chosen, cuda.FEW_ROWS)
+    longer = [] if rows * 2 * (4 if hidden >= 1280 else 1) <= cuda.MOST_OWN_TERMS else ["finish_down"]
+    assert launched == [*(["down_few"] if is_short else ["norm_streams", "few_rows_plain"]), *longer, "mix_few"]
+    assert first_difference(found, expected) is None
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4, 7])
+def test_a_write_and_read_of_few_rows_are_two_or_three_launches_and_the_bytes_of_two_calls(launched, rows):
+    case = GatedRead._half_case(np.random.default_rng(rows), 4, 1280, 24, True)
+    site, rng = GatedRead().begin(case), np.random.default_rng(rows)
+    before = case.inputs["streams"][:rows]
+    injection, y = (
+        memory.to_device(rng.standard_normal((rows, width)).astype(np.float32)) for width in (4, before.shape[2])
+    )
+    streams, apart = memory.to_device(before), memory.to_device(before)
+    cuda.gated_write(apart, injection, y)
+    expected = (*cuda.gated_read(apart, site, how=cuda.LAYER_BY_LAYER), apart)
+    launched.clear()
+    found = (*cuda.gated_write_read(streams, injection, y, site), streams)
+    assert launched == ["down_few", *(["finish_down"] if rows > 4 else []), "mix_few"]
+    for one, other in zip(found, expected, strict=True):
+        assert memory.to_host(one).tobytes() == memory.to_host(other).tobytes()
+
+
 def test_which_sites_are_read_whole():
     op = GatedRead()
     assert op.begin(WHOLE).inject_at is not None
@@ -94,6 +142,14 @@ def test_little_shared_memory_changes_how_many_rows_are_read_but_no_byte(monkeyp
     monkeypatch.setattr(cuda, "_shared_memory", lambda: 99 << 10)
     monkeypatch.setattr(cuda, "_read_many_rows", None)
     assert first_difference(read(WHOLE, rows, cuda.BY_ROW_COUNT), expected) is None
+
+
+def test_little_shared_memory_lengthens_the_read_of_few_rows_but_changes_no_byte(monkeypatch, launched):
+    chosen = np.arange(2)
+    expected = read(WHOLE, chosen, cuda.FEW_ROWS)
+    monkeypatch.setattr(cuda, "_shared_memory", lambda: 8 << 10)
+    assert first_difference(read(WHOLE, chosen, cuda.FEW_ROWS), expected) is None
+    assert launched == ["down_few", "mix_few", "norm_streams", "few_rows_plain", "mix_few"]
 
 
 @pytest.mark.parametrize("width", [40, 3200])

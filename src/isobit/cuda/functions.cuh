@@ -38,11 +38,48 @@ DEVICE float exp32(float x) {
     return parts.scaled * parts.factor;
 }
 
+// 1 / d for d from 1 to 2, correctly rounded: how a division begins, without the branch for other d that keeps
+// neighbours from overlapping.
+DEVICE float inverse_from_one_to_two(float d) {
+#ifdef EMULATED
+    return 1.0f / d;
+#else
+    float r;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(d));
+    return fma32(r, fma32(-d, r, 1.0f), r);
+#endif
+}
+
+// values[i] / d, correctly rounded, for values from +0 on: where none is tiny they share 1 / d and are corrected twice,
+// so that they overlap.
+template <int N>
+DEVICE void divide_all(float (&values)[N], float d) {
+    float least = 1.0f, most = 0.0f;
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+        const float size = values[i] == 0.0f ? 1.0f : values[i];
+        least = smaller(least, size);
+        most = larger(most, size);
+    }
+    if (least >= 0x1p-80f && most <= 0x1p80f && d >= 1.0f && d <= 0x1p20f) {
+        const float inverse = 1.0f / d;
+#pragma unroll
+        for (int i = 0; i < N; i++) {
+            const float first = values[i] * inverse;
+            const float second = fma32(fma32(-d, first, values[i]), inverse, first);
+            values[i] = fma32(fma32(-d, second, values[i]), inverse, second);
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < N; i++) values[i] = values[i] / d;
+    }
+}
+
 // (numerator + rest) / (1 + e) for 0 <= e <= 1.
 DEVICE float divide_by_one_plus(float numerator, float rest, float e) {
     const float d = 1.0f + e;
     const float d_rest = e - (d - 1.0f);
-    const float inverse = 1.0f / d;
+    const float inverse = inverse_from_one_to_two(d);
     const float quotient = numerator * inverse;
     float residual = fma32(-quotient, d, numerator);
     residual = fma32(-quotient, d_rest, residual + rest);
@@ -74,7 +111,7 @@ DEVICE float softplus32(float x) {
     const float e = exp32(-absolute(x));
     const float d = fma32(0.5f, e, 1.0f);
     const float d_rest = fma32(0.5f, e, 1.0f - d);
-    const float inverse = 1.0f / d;
+    const float inverse = inverse_from_one_to_two(d);
     const float s = e * inverse;
     const float residual = fma32(-s, d_rest, fma32(-s, d, e));
     const float w = s * s;

@@ -19,7 +19,7 @@ DEVICE float largest_of(const float values[PER_LANE]) {
 }
 
 // Softmax in float32: maximum, exponentials, lane sum, one division each.
-DEVICE void softmax(float values[PER_LANE], int lane) {
+DEVICE void softmax(float (&values)[PER_LANE], int lane) {
     const float largest = largest_of(values);
     float sum = 0.0f;
 #pragma unroll
@@ -27,9 +27,7 @@ DEVICE void softmax(float values[PER_LANE], int lane) {
         values[j] = exp32(values[j] - largest);
         if (WARP * j + lane < COUNT) sum = sum + values[j];
     }
-    const float total = lane_sum(sum);
-#pragma unroll
-    for (int j = 0; j < PER_LANE; j++) values[j] = values[j] / total;
+    divide_all(values, lane_sum(sum));
 }
 
 // A probability's rank as a whole number; NaN, which a row has everywhere or nowhere, gives ties.

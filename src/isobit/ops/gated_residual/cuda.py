@@ -9,6 +9,7 @@ import torch
 from isobit.cuda import kernels, memory
 from isobit.cuda.kernels import Constant
 from isobit.ops.linear import cuda as linear_layer
+from isobit.ops.linear.cuda import ALONE_BYTES, MOST_FEEDERS, PlainShape
 from isobit.ops.linear.cuda_layers import TILE, HalfLayer, LinearHandle
 from isobit.ops.norm.cuda import (
     FLOAT_BYTES,
@@ -24,7 +25,7 @@ __all__ = ["add_streams", "expand_streams", "gated_read", "gated_write", "gated_
 
 BY_ROW_COUNT, LAYER_BY_LAYER, FEW_ROWS, MANY_ROWS = 0, 1, 2, 3  # how to read; the first is what the model uses
 STREAMS, LAYERS = "ops/gated_residual/streams.cu", "ops/gated_residual/layers.cu"
-DOWN, MIX = "ops/gated_residual/down.cu", "ops/gated_residual/mix.cu"
+DOWN_FEW, DOWN, MIX = (f"ops/gated_residual/{name}.cu" for name in ("down_few", "down", "mix"))
 THREADS = 256
 ADD_THREADS = 128
 FETCH_BLOCKS = 16  # that ask for a site's weights
@@ -37,7 +38,11 @@ MIX_COLUMNS, MIX_ROW_TILES, MIX_THREADS = 4, 12, 384  # tiles of a unit of mix.c
 MOST_STEPS = 24  # of 16 inputs of `up`, whose weights a lane holds
 MOST_STREAMS = 8
 EMULATED_SHARED = 256 << 10
+MOST_NORMED_ROWS, CHUNK_TILES = 8, 16  # that down_few.cu takes; tiles of each of its feeders
+OWN_BYTES = 1 << 10  # at most, that a block of down_few.cu shares beside its chunks
 MOST_OWN_TERMS = 32  # of an output of all these rows, that each block of mix_few adds itself
+
+Written = tuple[torch.Tensor, torch.Tensor]  # an injection [R, S] and y [R, H]
 
 
 @dataclass(frozen=True)
@@ -65,8 +70,9 @@ class GatedResidual:
     @property
     def defines(self) -> dict[str, int]:
         """The macros that make the kernels of whole reads those of this site."""
-        steps = -(-self.rank // TILE)
-        return {"STREAMS": self.streams, "HIDDEN": self.hidden, "STEPS": steps}
+        down = _half_layer(self.down)
+        terms = down.shards * down.parts
+        return {"STREAMS": self.streams, "HIDDEN": self.hidden, "STEPS": -(-self.rank // TILE), "TERMS": terms}
 
     @property
     def norm_shared(self) -> int:
@@ -209,25 +215,75 @@ def _read_few_rows(
     site: GatedResidual,
     mixed: torch.Tensor,
     injection: torch.Tensor | None,
-    written: tuple[torch.Tensor, torch.Tensor] | None = None,
+    written: Written | None = None,
 ) -> None:
-    """Up to 64 rows in three or four launches: norm, down with inject, for more rows silu, up with the mix.
+    """Up to 64 rows in two to four launches: for some rows norm; down with inject; for some silu; up with the mix.
 
     written: an injection and y that are written to the streams first.
     """
     rows, count, hidden = streams.shape
-    normed = norm_streams(streams, site, written)
-    sums = linear_layer.plain_sums(normed.view(rows, count * hidden), _half_layer(site.down))
+    shape = down_few_shape(site, rows)
+    normed = inverse = added = y = None
+    if shape is None:
+        normed = norm_streams(streams, site, written)
+        sums = linear_layer.plain_sums(normed.view(rows, count * hidden), _half_layer(site.down))
+    else:
+        sums, inverse = down_few(streams, site, written, shape)
+        added, y = written or (None, None)
     own = rows <= MOST_OWN_ROWS and rows * len(sums) <= MOST_OWN_TERMS
     low = None if own else finish_down(sums, site, injection)
     mix = kernels.load(MIX, "mix_few", **site.defines)
-    arrays = Constant(_fragments(site.up)), sums, low, normed, mixed, injection if low is None else None
-    mix(hidden // TILE, WARP * count, *arrays, len(sums), rows, sums.shape[2], site.inject_at, early=True)
+    read = normed, streams, added, y, inverse, Constant(site.norm_weight)
+    arrays = Constant(_fragments(site.up)), sums, low, *read, mixed, injection if low is None else None
+    mix(hidden // TILE + own, WARP * count, *arrays, rows, sums.shape[2], site.inject_at, early=True)
 
 
-def norm_streams(
-    streams: torch.Tensor, site: GatedResidual, written: tuple[torch.Tensor, torch.Tensor] | None
-) -> torch.Tensor:
+def down_few(
+    streams: torch.Tensor, site: GatedResidual, written: Written | None, shape: PlainShape
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The chains of down and inject over the streams as a write leaves them, normed, and the streams' factors.
+
+    float32 [2 * shards, R, stored outputs] and [R, S], of few rows, by blocks of a `down_few_shape`. The streams stay.
+    """
+    rows, count, _ = streams.shape
+    down = _half_layer(site.down)
+    columns = down.stored_outputs
+    sums, inverse = memory.empty((down.shards * down.parts, rows, columns)), memory.empty((rows, count))
+    most_rows = 1 << (rows - 1).bit_length()
+    defines = {"STREAMS": count, "HIDDEN": site.hidden, "ROWS": most_rows, "FEEDERS": shape.feeders, **shape.defines}
+    injection, y = written or (None, None)
+    kernels.load(DOWN_FEW, "down_few", **defines)(
+        (columns // TILE, down.shards),
+        (shape.chain_warps + shape.feeders) * WARP,
+        Constant(down.fragments),
+        Constant(site.norm_weight),
+        streams,
+        injection,
+        y,
+        sums,
+        inverse,
+        rows,
+        site.eps,
+        shared=shape.feeders * shape.chunk_bytes(down.parts),
+        early=True,
+    )
+    return sums, inverse
+
+
+def down_few_shape(site: GatedResidual, rows: int) -> PlainShape | None:
+    """A block of down_few, which holds a whole shard of a few rows; None where it cannot, or shards divide streams."""
+    down = _half_layer(site.down)
+    if rows > MOST_NORMED_ROWS or any(first % site.hidden for first, _ in down.shard_bounds):
+        return None
+    inputs = max(last - first for first, last in down.shard_bounds)
+    row_tiles = 1 if rows * down.parts <= ROW_TILE else 2
+    feeders = -(-inputs // (TILE * CHUNK_TILES))
+    shape = PlainShape(rows, row_tiles, 1, CHUNK_TILES, feeders)
+    fits = feeders * shape.chunk_bytes(down.parts) <= min(ALONE_BYTES, _shared_memory() - OWN_BYTES)
+    return shape if feeders <= MOST_FEEDERS and fits else None
+
+
+def norm_streams(streams: torch.Tensor, site: GatedResidual, written: Written | None) -> torch.Tensor:
     """The normed streams [R, S, H] of few rows, after a write to them, if any; the site's weights come nearer."""
     rows, count, hidden = streams.shape
     normed = memory.empty(streams.shape)
@@ -281,12 +337,12 @@ def mix_rows(
 
 def finish_down(sums: torch.Tensor, site: GatedResidual, injection: torch.Tensor | None) -> torch.Tensor:
     """silu of down's outputs as the B operand of `up`, and the injection, from sums float32 [terms, R, columns]."""
-    terms, rows, columns = sums.shape
+    _, rows, columns = sums.shape
     steps, tiles = site.defines["STEPS"], -(-rows // ROW_TILE)
     low = memory.empty((tiles, steps, WARP, 4), torch.float16)
     kernel = kernels.load(MIX, "finish_down", **site.defines)
     threads = rows * (4 * steps + site.streams)
-    kernel(-(-threads // THREADS), THREADS, sums, terms, rows, columns, site.inject_at, low, injection, early=True)
+    kernel(-(-threads // THREADS), THREADS, sums, rows, columns, site.inject_at, low, injection, early=True)
     return low
 
 

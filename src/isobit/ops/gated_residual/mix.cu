@@ -1,118 +1,188 @@
 // The second half of a gated read: low = silu(down / streams), the layer `up`, the mix, the injection.
 //
-// `up` lies as the A operand's registers, uint4 [STREAMS * HIDDEN / 16, STEPS, 32]; low is its B operand, uint2
-// [row tiles, STEPS, 32]: of lane 4g + t row g's halves 2t, 2t + 1 and 2t + 8, 2t + 9.
+// Macros: STREAMS, HIDDEN, STEPS of read.cuh; TERMS of each of down's outputs. `up` lies as the A operand's registers,
+// uint4 [STREAMS * HIDDEN / 16, STEPS, 32]; low is its B operand, uint2 [row tiles, STEPS, 32]: of lane 4g + t row g's
+// halves 2t, 2t + 1 and 2t + 8, 2t + 9.
 #include "device.cuh"
 #include "ops/gated_residual/read.cuh"
 
-// The sums of down's and inject's outputs: float [terms, rows, width], inject's from column `inject` on.
+// The sums of down's and inject's outputs: float [TERMS, rows, width], inject's from column `inject` on.
 struct Sums {
     const float* values;
-    int terms, rows, width, inject;
+    int rows, width, inject;
 };
 
-constexpr int TERMS_AHEAD = 8;  // that are on their way at a time
-
-// COUNT outputs' terms added in float64 in order, rounded once; COUNT / WIDE places of WIDE neighbours, `apart` columns.
+// The terms of COUNT outputs: COUNT / WIDE places of WIDE neighbours, `apart` columns.
 template <typename Floats, int COUNT>
-DEVICE void totals_of(const Sums& sums, int row, int column, int apart, float totals[COUNT]) {
-    constexpr int WIDE = sizeof(Floats) / sizeof(float), PLACES = COUNT / WIDE;
-    const int stride = sums.rows * sums.width;
-    const float* at = sums.values + row * sums.width + column;
-    double found[COUNT];
-#pragma unroll 1
-    for (int term = 0; term < sums.terms; term += TERMS_AHEAD, at += TERMS_AHEAD * stride) {
-        Floats next[TERMS_AHEAD][PLACES];
+struct Terms {
+    static constexpr int WIDE = sizeof(Floats) / sizeof(float), PLACES = COUNT / WIDE;
+    Floats values[TERMS][PLACES];
+
+    __device__ __forceinline__ void load(const Sums& sums, int row, int column, int apart) {
+        const int stride = sums.rows * sums.width;
+        const float* at = sums.values + row * sums.width + column;
 #pragma unroll
-        for (int i = 0; i < TERMS_AHEAD; i++)
+        for (int term = 0; term < TERMS; term++)
 #pragma unroll
             for (int place = 0; place < PLACES; place++)
-                if (term + i < sums.terms)
-                    next[i][place] = *reinterpret_cast<const Floats*>(at + i * stride + place * apart);
+                values[term][place] = *reinterpret_cast<const Floats*>(at + term * stride + place * apart);
+    }
+
+    // Each output's terms added in float64 in order, rounded once.
+    __device__ __forceinline__ void add(float totals[COUNT]) const {
+        double found[COUNT];
 #pragma unroll
-        for (int i = 0; i < TERMS_AHEAD; i++)
+        for (int term = 0; term < TERMS; term++)
 #pragma unroll
             for (int j = 0; j < COUNT; j++) {
-                const double value = reinterpret_cast<const float*>(&next[i][j / WIDE])[j % WIDE];
-                found[j] = term + i == 0 ? value : term + i < sums.terms ? found[j] + value : found[j];
+                const double value = reinterpret_cast<const float*>(&values[term][j / WIDE])[j % WIDE];
+                found[j] = term ? found[j] + value : value;
             }
-    }
 #pragma unroll
-    for (int j = 0; j < COUNT; j++) totals[j] = static_cast<float>(found[j]);
-}
-
-DEVICE float total_of(const Sums& sums, int row, int column) {
-    float total;
-    totals_of<float, 1>(sums, row, column, 0, &total);
-    return total;
-}
+        for (int j = 0; j < COUNT; j++) totals[j] = static_cast<float>(found[j]);
+    }
+};
 
 // Lane 4g + t's two registers of a row's low values in one step; the width is even.
-DEVICE uint2 low_pairs(const Sums& sums, int row, int step, int pair) {
-    float totals[4];
-    totals_of<float2, 4>(sums, row, step * SIDE + 2 * pair, SIDE / 2, totals);
-    half_bits values[4];
+struct LowTerms {
+    Terms<float2, 4> terms;
+
+    __device__ __forceinline__ void load(const Sums& sums, int row, int step, int pair) {
+        terms.load(sums, row, step * SIDE + 2 * pair, SIDE / 2);
+    }
+
+    __device__ __forceinline__ uint2 pairs() const {
+        float totals[4];
+        terms.add(totals);
+        half_bits values[4];
 #pragma unroll
-    for (int i = 0; i < 4; i++) values[i] = activated(totals[i]);
-    return make_uint2(pack_half2(values[0], values[1]), pack_half2(values[2], values[3]));
+        for (int i = 0; i < 4; i++) values[i] = activated(totals[i]);
+        return make_uint2(pack_half2(values[0], values[1]), pack_half2(values[2], values[3]));
+    }
+};
+
+DEVICE void write_injection(const Sums& sums, int row, int stream, float* injection) {
+    Terms<float, 1> terms;
+    terms.load(sums, row, sums.inject + stream, 0);
+    float total;
+    terms.add(&total);
+    injection[static_cast<int64>(row) * STREAMS + stream] = injection_of(total);
 }
 
 // low and injection [rows, STREAMS] (null: none) of all rows; grid covers rows * (4 * STEPS + STREAMS) threads.
-extern "C" __global__ void finish_down(const float* values, int terms, int rows, int width, int inject, uint2* low,
+extern "C" __global__ void finish_down(const float* values, int rows, int width, int inject, uint2* low,
                                        float* injection) {
     await_inputs();
-    const Sums sums = {values, terms, rows, width, inject};
+    const Sums sums = {values, rows, width, inject};
     const int units = 4 * STEPS + STREAMS;
     const int at = blockIdx.x * blockDim.x + threadIdx.x;
     const int row = at / units, unit = at % units;
     if (row >= rows) return;
     if (unit >= 4 * STEPS) {
-        const int stream = unit - 4 * STEPS;
-        if (injection)
-            injection[static_cast<int64>(row) * STREAMS + stream] = injection_of(total_of(sums, row, inject + stream));
+        if (injection) write_injection(sums, row, unit - 4 * STEPS, injection);
         return;
     }
     const int step = unit / 4, pair = unit % 4;
     const int64 tile = row / ROW_TILE;
-    low[(tile * STEPS + step) * WARP + row % ROW_TILE * 4 + pair] = low_pairs(sums, row, step, pair);
+    LowTerms terms;
+    terms.load(sums, row, step, pair);
+    low[(tile * STEPS + step) * WARP + row % ROW_TILE * 4 + pair] = terms.pairs();
 }
 
 constexpr int THREAD_VALUES = (ROW_TILE * SIDE + WARP * STREAMS - 1) / (WARP * STREAMS);
 
+// The streams that a block of mix_few reads. normed: float [rows, STREAMS, HIDDEN], or null: then `streams` of that
+// shape after injection [rows, STREAMS] * y [rows, HIDDEN] is added, where there is a y, normed by inverse
+// [rows, STREAMS] and norm_weight [STREAMS, HIDDEN].
+struct Streams {
+    const float* normed;
+    float* streams;
+    const float *injection, *y, *inverse, *norm_weight;
+};
+
+// One column of a row's streams, on its way.
+struct StreamColumn {
+    float values[STREAMS], strengths[STREAMS], inverses[STREAMS], added;
+
+    __device__ __forceinline__ void load(const Streams& from, int64 row, int column) {
+#pragma unroll
+        for (int stream = 0; stream < STREAMS; stream++) {
+            const int64 at = row * STREAMS + stream;
+            values[stream] = (from.normed ? from.normed : from.streams)[at * HIDDEN + column];
+            inverses[stream] = from.normed ? 0.0f : from.inverse[at];
+            strengths[stream] = from.y ? from.injection[at] : 0.0f;
+        }
+        added = from.y ? from.y[row * HIDDEN + column] : 0.0f;
+    }
+
+    // Add what is added, and write it unless the row is another's.
+    __device__ __forceinline__ void write(const Streams& to, int64 row, int column, bool own) {
+        if (!to.y) return;
+#pragma unroll
+        for (int stream = 0; stream < STREAMS; stream++) {
+            values[stream] = fma32(strengths[stream], added, values[stream]);
+            if (own) to.streams[(row * STREAMS + stream) * HIDDEN + column] = values[stream];
+        }
+    }
+
+    __device__ __forceinline__ void norm(const Streams& from, const float factors[STREAMS]) {
+        if (from.normed) return;
+#pragma unroll
+        for (int stream = 0; stream < STREAMS; stream++)
+            values[stream] = (values[stream] * inverses[stream]) * factors[stream];
+    }
+};
+
+// low of up to 8 rows, by each block for itself: a unit's terms are loaded while those of the one before are added.
+DEVICE void finish_own(const Sums& sums, uint2* own_low) {
+    constexpr int ROW_UNITS = 4 * STEPS, THREADS = WARP * STREAMS;
+    const int units = sums.rows * ROW_UNITS;
+    LowTerms next;
+    auto load_unit = [&](int unit) {
+        if (unit < units) next.load(sums, unit / ROW_UNITS, unit % ROW_UNITS / 4, unit % 4);
+    };
+    load_unit(threadIdx.x);
+    for (int unit = threadIdx.x; unit < units; unit += THREADS) {
+        const LowTerms terms = next;
+        load_unit(unit + THREADS);
+        own_low[unit % ROW_UNITS / 4 * WARP + unit / ROW_UNITS * 4 + unit % 4] = terms.pairs();
+    }
+}
+
 // Up to 64 rows: a block has 16 columns of the result, a warp one stream's part. grid (HIDDEN / 16), 32 * STREAMS
-// threads. low: finish_down's, or null for up to 8 rows: then from `values` [terms, rows, width], each block for itself,
-// and the first also writes the injection. normed: float [rows, STREAMS, HIDDEN]; mixed: float [rows, HIDDEN].
+// threads. low: finish_down's, or null for up to 8 rows: then from `values` [TERMS, rows, width], by each block for
+// itself, and one block more writes the injection. mixed: float [rows, HIDDEN]. The rest as Streams says.
 extern "C" __global__ void __launch_bounds__(WARP * STREAMS)
-mix_few(const uint4* __restrict__ up, const float* values, const uint2* low, const float* normed, float* mixed,
-        float* injection, int terms, int rows, int width, int inject) {
+mix_few(const uint4* __restrict__ up, const float* values, const uint2* low, const float* normed, float* streams,
+        const float* written_injection, const float* y, const float* inverse, const float* __restrict__ norm_weight,
+        float* mixed, float* injection, int rows, int width, int inject) {
     __shared__ uint2 own_low[STEPS * WARP];
     __shared__ float mixes[STREAMS][ROW_TILE][SIDE + 1];
     const int lane = threadIdx.x % WARP, stream = threadIdx.x / WARP, group = lane / 4, pair = lane % 4;
-    const int first = blockIdx.x * SIDE;
+    const int first = blockIdx.x * SIDE, column = first + threadIdx.x % SIDE;
+    const Sums sums = {values, rows, width, inject};
+    if (first == HIDDEN) {
+        await_inputs();
+        for (int i = threadIdx.x; injection && i < rows * STREAMS; i += WARP * STREAMS)
+            write_injection(sums, i / STREAMS, i % STREAMS, injection);
+        return;
+    }
     uint4 weights[STEPS];
     const uint4* own = up + static_cast<int64>((stream * HIDDEN + first) / SIDE) * STEPS * WARP + lane;
 #pragma unroll
     for (int step = 0; step < STEPS; step++) weights[step] = load_ahead(own + step * WARP);
+    float factors[STREAMS];
+#pragma unroll
+    for (int from = 0; from < STREAMS; from++) factors[from] = 1.0f + norm_weight[from * HIDDEN + column];
     await_inputs();
-    if (!low) {
-        const Sums sums = {values, terms, rows, width, inject};
-        for (int i = threadIdx.x; i < rows * STEPS * 4; i += WARP * STREAMS) {
-            const int row = i / (STEPS * 4), step = i / 4 % STEPS;
-            own_low[step * WARP + row * 4 + i % 4] = low_pairs(sums, row, step, i % 4);
-        }
-        if (injection && !blockIdx.x)
-            for (int i = threadIdx.x; i < rows * STREAMS; i += WARP * STREAMS)
-                injection[i] = injection_of(total_of(sums, i / STREAMS, inject + i % STREAMS));
-    }
+    const Streams all = {normed, streams, written_injection, y, inverse, norm_weight};
     for (int first_row = 0; first_row < rows; first_row += ROW_TILE) {
-        float mixed_values[THREAD_VALUES][STREAMS];
+        if (!low) finish_own(sums, own_low);
+        StreamColumn columns[THREAD_VALUES];
 #pragma unroll
         for (int i = 0; i < THREAD_VALUES; i++) {
-            const int place = i * WARP * STREAMS + threadIdx.x;
-            const int64 row = smaller(first_row + place / SIDE, rows - 1);
-#pragma unroll
-            for (int from = 0; from < STREAMS; from++)
-                mixed_values[i][from] = normed[(row * STREAMS + from) * HIDDEN + first + place % SIDE];
+            const int row = first_row + (i * WARP * STREAMS + threadIdx.x) / SIDE;
+            columns[i].load(all, smaller(row, rows - 1), column);
         }
         __syncthreads();
         const uint2* b = low ? low + static_cast<int64>(first_row / ROW_TILE) * STEPS * WARP : own_low;
@@ -124,7 +194,13 @@ mix_few(const uint4* __restrict__ up, const float* values, const uint2* low, con
             multiply(c, weights[step], pairs.x, pairs.y);
         }
 #pragma unroll
-        for (int i = 0; i < 4; i++) mixes[stream][2 * pair + i % 2][group + i / 2 * 8] = mixing_sigmoid(c[i]);
+        for (int i = 0; i < 4; i++) mixes[stream][2 * pair + i % 2][group + i / 2 * 8] = sigmoid32(c[i]);
+#pragma unroll
+        for (int i = 0; i < THREAD_VALUES; i++) {
+            const int place = i * WARP * STREAMS + threadIdx.x, row = first_row + place / SIDE;
+            columns[i].write(all, row, column, place < ROW_TILE * SIDE && row < rows);
+            columns[i].norm(all, factors);
+        }
         __syncthreads();
 #pragma unroll
         for (int i = 0; i < THREAD_VALUES; i++) {
@@ -133,10 +209,10 @@ mix_few(const uint4* __restrict__ up, const float* values, const uint2* low, con
             float total = 0.0f;
 #pragma unroll
             for (int from = 0; from < STREAMS; from++) {
-                const float value = mixes[from][place / SIDE][place % SIDE] * mixed_values[i][from];
+                const float value = mixes[from][place / SIDE][place % SIDE] * columns[i].values[from];
                 total = from ? total + value : value;
             }
-            mixed[static_cast<int64>(row) * HIDDEN + first + place % SIDE] = total / static_cast<float>(STREAMS);
+            mixed[static_cast<int64>(row) * HIDDEN + column] = total / static_cast<float>(STREAMS);
         }
     }
 }
@@ -257,7 +333,7 @@ mix_many(const uint4* __restrict__ up, const uint2* __restrict__ low, const floa
 #pragma unroll
                 for (int stream = 0; stream < STREAMS; stream++) {
                     const float normed = (now.values[stream][i] * now.inverse[stream][i % 2]) * factors[stream][i / 2];
-                    const float value = mixing_sigmoid(c[stream][tile][i]) * normed;
+                    const float value = sigmoid32(c[stream][tile][i]) * normed;
                     total = stream ? total + value : value;
                 }
                 const int64 row = first_row + tile * ROW_TILE + i % 2;

@@ -43,14 +43,14 @@ extern "C" __global__ void gate_streams(
     copy_async_wait<1>();
     __syncwarp();
     float key_squares = 0.0f, query_squares = 0.0f;
-#pragma unroll 8
+#pragma unroll 20
     for (int i = threadIdx.x; i < HIDDEN; i += WARP) {
         key_squares = fma32(keys[i], keys[i], key_squares);
         query_squares = fma32(queries[i], queries[i], query_squares);
     }
     const float key_inverse = inverse_rms(key_squares, eps), query_inverse = inverse_rms(query_squares, eps);
     float product = 0.0f;
-#pragma unroll 8
+#pragma unroll 20
     for (int i = threadIdx.x; i < HIDDEN; i += WARP)
         product = fma32(normed(keys[i], key_inverse, norm_key[weights + i]),
                         normed(queries[i], query_inverse, norm_query[weights + i]), product);
@@ -60,13 +60,13 @@ extern "C" __global__ void gate_streams(
     copy_async_wait<0>();
     __syncwarp();
     float squares = 0.0f;
-#pragma unroll 8
+#pragma unroll 20
     for (int i = threadIdx.x; i < HIDDEN; i += WARP) {
         const float gated = gate * values[i];
         squares = fma32(gated, gated, squares);
     }
     const float inverse = inverse_rms(squares, eps);
-#pragma unroll 8
+#pragma unroll 20
     for (int i = threadIdx.x; i < HIDDEN; i += WARP)
         conv_input[at + i] = normed(gate * values[i], inverse, norm_conv[weights + i]);
 }
