@@ -1,4 +1,4 @@
-"""Speed of the router and the experts on this GPU at real widths: `python bench/cuda/experts.py [--quick | --shapes]`.
+"""Speed of the router and the experts on this GPU: `python bench/cuda/experts.py [--quick | --shapes]`.
 
 Milliseconds a layer, beside the time that the chosen experts' stored weights take at the card's copy rate, or the
 products at its tensor rate. Few rows run in a graph of calls that choose experts anew; many rows kernel by kernel too.
