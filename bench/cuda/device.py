@@ -26,9 +26,11 @@ PYTHON = (sys.executable,)
 CLI = (*PYTHON, "-m", "isobit")
 PYTEST = (*PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider")
 SANITIZERS = ("memcheck", "racecheck", "synccheck")
+CHECKING = {"racecheck": {"ISOBIT_RACECHECK": "1"}}  # variables of a tool's own build of the kernels
 # Of the scripts here: those that are no step of their name, that read a checkpoint, and what shortens some.
 NOT_BY_THEMSELVES = ("device", "timing", "model", "promise")
 ON_A_CHECKPOINT = ("load", "short_memory")
+REAL_GIB, WHOLE_GIB = 14, 75  # of GPU memory, of the model at real widths with LAYERS layers and with all
 SHORTENED = {"tiers": ("--layers", "8")}
 MARKS_OF_GPU_TESTS = ("emulated_cuda", "real_gpu", "ISOBIT_TEST_GPU")
 HEAVY_OPS = ("linear", "experts", "sparse_attention", "attention_read", "delta_rule")
@@ -77,7 +79,7 @@ def all_steps(work: Path, contract: str, experts: int, thorough: bool) -> list[S
     return [
         *checkpoint_steps(work, experts),
         *fidelity_steps(work, experts),
-        Step("promise", promise, 400, gpu_gib=14),
+        Step("promise", promise, 400, gpu_gib=REAL_GIB),
         *contract_steps(contract),
         Step("exact", exact, 240, needs=("synth-test",)),
         *sanitizer_steps(work),
@@ -122,7 +124,8 @@ def sanitizer_steps(work: Path) -> Iterator[Step]:
         checked = ("compute-sanitizer", "--report-api-errors", "no", "--tool", tool, "--error-exitcode", "9")
         prompt = " ".join(["hello world"] * (8 if tool == "memcheck" else 2))
         reply = ("generate", str(work / "test"), prompt, "--max-tokens", "3", "--device", "cuda")
-        yield Step(tool, (*checked, *CLI, *reply), 300, needs=("synth-test",))
+        own_build = CHECKING.get(tool, {})
+        yield Step(tool, (*checked, *CLI, *reply), 300, needs=("synth-test",), environment=own_build)
 
 
 def test_steps() -> Iterator[Step]:
@@ -138,16 +141,24 @@ def test_steps() -> Iterator[Step]:
 def timed_steps(work: Path, thorough: bool) -> Iterator[Step]:
     quick = () if thorough else ("--quick",)
     model = (*PYTHON, "bench/cuda/model.py", "--layers", "48", "--profile", "--early", *quick)
-    yield Step("model", model, 240, alone=True, gpu_gib=75, waits=True)
+    yield Step("model", model, 240, alone=True, gpu_gib=WHOLE_GIB, waits=True)
     real = str(work / "real")
-    yield Step("peers", (*PYTHON, "bench/peers.py", real), 400, alone=True, needs=("synth-real",))
+    yield Step("peers", (*PYTHON, "bench/peers.py", real), 400, True, needs=("synth-real",), gpu_gib=REAL_GIB)
     for path in sorted((ROOT / "bench/cuda").glob("*.py")):
         if path.stem not in NOT_BY_THEMSELVES:
             shorter = SHORTENED.get(path.stem, quick if "--quick" in path.read_text(encoding="utf-8") else ())
             reads = (real,) if path.stem in ON_A_CHECKPOINT else ()
             command = (*PYTHON, str(path.relative_to(ROOT)), *reads, *(() if thorough else shorter))
             needs = ("synth-real",) if reads else ()
-            yield Step(path.stem, command, 400 if thorough else 120, alone=True, needs=needs)
+            limits = {"seconds": 400 if thorough else 120, "gpu_gib": gpu_gib_of(path.stem, thorough)}
+            yield Step(path.stem, command, alone=True, needs=needs, **limits)
+
+
+def gpu_gib_of(bench: str, thorough: bool) -> float:
+    """The most GPU memory that a script of this folder takes."""
+    if bench in SHORTENED and thorough:
+        return WHOLE_GIB
+    return REAL_GIB if bench in (*SHORTENED, *ON_A_CHECKPOINT) else Step.gpu_gib
 
 
 def chosen_steps(steps: list[Step], only: list[str], skip: list[str]) -> list[Step]:

@@ -66,6 +66,18 @@ def test_steps_are_chosen_with_what_they_need(device, tmp_path):
         chosen(only=["nonsense"])
 
 
+def test_only_racecheck_has_kernels_that_it_can_follow(device, tmp_path):
+    steps = device.all_steps(tmp_path, "quick", 512, False)
+    assert [step.name for step in steps if "ISOBIT_RACECHECK" in step.environment] == ["racecheck"]
+
+
+def test_what_reads_the_real_checkpoint_is_told_what_it_takes(device, tmp_path):
+    steps = device.all_steps(tmp_path, "quick", 512, False)
+    reading = {step.name: step for step in steps if str(tmp_path / "real") in step.command and step.alone}
+    assert reading.keys() == {"peers", "load", "short_memory"}
+    assert all(step.needs == ("synth-real",) and step.gpu_gib == device.REAL_GIB for step in reading.values())
+
+
 def test_outcomes_are_told_and_logs_are_kept(device, tmp_path):
     made = tmp_path / "made"
     made.touch()

@@ -83,6 +83,18 @@ def run_layers() -> None:
 
 
 @pytest.mark.usefixtures("cuda_compiler")
+def test_kernels_that_racecheck_can_follow_are_kept_beside_the_others(monkeypatch, tmp_path):
+    monkeypatch.setenv("ISOBIT_CUDA_CACHE", str(tmp_path))
+    defines = {"CODEBOOK": 2, "TWICE_BITS": 8, "ROW_TILES": 1, "FUSED": 1, "SHARED_OPERAND": 1}
+    usual = compiler.binary("ops/linear/few_rows.cu", defines, "sm_90a")
+    monkeypatch.setenv(compiler.CHECKING_VARIABLE, "1")
+    assert compiler.binary("ops/linear/few_rows.cu", defines, "sm_90a") != usual
+    monkeypatch.delenv(compiler.CHECKING_VARIABLE)
+    assert compiler.binary("ops/linear/few_rows.cu", defines, "sm_90a") == usual
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.usefixtures("cuda_compiler")
 def test_a_complaint_names_the_source_and_the_error(monkeypatch):
     texts = {"bad.cu": "__device__ void f() { nothing; }"}
     monkeypatch.setattr(compiler.sources, "text", lambda name: texts.get(name, ""))

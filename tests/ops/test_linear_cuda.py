@@ -18,9 +18,9 @@ from isobit.contract.controls import controls_of  # noqa: E402
 from isobit.contract.gates import GATES  # noqa: E402
 from isobit.contract.plans import Sizes  # noqa: E402
 from isobit.contract.run import run_control  # noqa: E402
-from isobit.cuda import memory  # noqa: E402
+from isobit.cuda import kernels, memory  # noqa: E402
 from isobit.ops.linear import cuda, cuda_dealt, cuda_layers, cuda_products, cuda_reference  # noqa: E402
-from isobit.ops.linear.cuda_contract import GROUPED, CudaLinearOp  # noqa: E402
+from isobit.ops.linear.cuda_contract import AS_WIDE, GROUPED, CudaLinearOp  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("emulated_cuda")
 
@@ -30,6 +30,7 @@ SIZES = Sizes((2, 9), 2)
 CASES = {
     "padded, with bias": lambda rng: random_trellis(rng, 100, 150, "mul1", 3, bias=True),
     "4 shards": lambda rng: random_trellis(rng, 4100, 128, "mul1", 3),
+    "in halves": lambda rng: random_trellis(rng, 512, 300, "mul1", 3, bias=True),
     "several turns": lambda rng: random_trellis(rng, 640, 128, "mcg", 4),
     "float16, in two parts": lambda rng: random_plain(rng, 70, 41, "float16"),
     "float16, whole rows": lambda rng: random_plain(rng, 64, 520, "float16"),
@@ -71,10 +72,49 @@ class GroupedOp(CudaLinearOp):
 
 @pytest.mark.parametrize("defect", ["a launch's later layer", "a launch's layer before"])
 def test_defects_around_a_launch_of_several_layers_are_seen(defect):
-    op = GroupedOp()
-    x, weights = rows_of("padded, with bias", 10, awkward_rows)
+    assert_seen(GroupedOp(), defect, "padded, with bias")
+
+
+def assert_seen(op, defect, name):
+    x, weights = rows_of(name, 10, awkward_rows)
     (control,) = (control for control in controls_of(op) if defect in control.defect)
-    assert run_control(control, [op._case("padded, with bias", x, weights)]).red
+    assert run_control(control, [op._case(name, x, weights)]).red
+
+
+class WideOp(CudaLinearOp):
+    """Defects are planted around the kernels of layers of many outputs."""
+
+    implementations = (AS_WIDE,)
+    row_edges = (8, 16)
+
+
+@pytest.mark.parametrize("defect", ["goes on with the chains", "more than 8 rows resume a column"])
+def test_defects_around_a_wide_layer_are_seen(defect):
+    assert_seen(WideOp(), defect, "in halves")
+
+
+@pytest.mark.parametrize("gate", GATES)
+def test_gates_of_a_wide_layer(gate):
+    op = WideOp()
+    x, weights = rows_of("in halves", 10, awkward_rows)
+    assert GATES[gate](op, AS_WIDE, op._case("in halves", x, weights), np.random.default_rng(3), SIZES) is None
+
+
+def test_a_narrow_layer_takes_the_kernels_of_wide_ones_where_asked(monkeypatch):
+    x, weights = rows_of("in halves", 20)
+    handle = cuda.prepare_linear(weights)
+    expected = on_host(x, handle, cuda.MANY_ROWS)
+    loaded, load = [], kernels.load
+
+    def noted(source, name, **macros):
+        loaded.append(name)
+        return load(source, name, **macros)
+
+    monkeypatch.setattr(kernels, "load", noted)
+    for rows, kernel in ((1, "few_rows_dealt"), (16, "few_rows_dealt"), (20, "few_rows_wide")):
+        loaded.clear()
+        assert on_host(x[:rows], handle, cuda.AS_WIDE).tobytes() == expected[:rows].tobytes()
+        assert sorted(loaded) == [kernel, "rotate_few"]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -179,7 +219,7 @@ def test_warps_with_columns_of_their_own_change_nothing(rows, monkeypatch):
     handle = cuda.prepare_linear(weights)
     expected = on_host(x, handle)
     monkeypatch.setattr(cuda, "WIDE_COLUMNS", 0)
-    monkeypatch.setattr(cuda_dealt, "SHAPES", ())
+    monkeypatch.setattr(cuda_dealt, "SHAPES", {})
     monkeypatch.setattr(memory, "multiprocessors", lambda: 1)
     single = {tiles: replace(wide, blocks=1) for tiles, wide in cuda.WIDE_SHAPES.items()}
     monkeypatch.setattr(cuda, "WIDE_SHAPES", single)
@@ -200,41 +240,54 @@ def test_the_number_of_multiprocessors_changes_nothing(name, processors, monkeyp
 
 
 DEALT_CASES = [
-    (1, 3, cuda_dealt.DealtShape(4, 8, 2, 9, 2, products=1)),
-    (3, 4, cuda_dealt.DealtShape(4, 8, 2, 40, 2)),
-    (8, 3, cuda_dealt.DealtShape(5, 16, 2, 3, 2, groups=2)),
-    (11, 4, cuda_dealt.DealtShape(4, 8, 3, 0, 1, products=4)),
-    (16, 3, cuda_dealt.DealtShape(24, 8, 4, 6, 4)),
-    (1, 5, cuda_dealt.DealtShape(4, 16, 2, 8, 2, groups=2, products=1)),
+    (1, 3, 1280, cuda_dealt.DealtShape(4, 8, 9)),
+    (3, 4, 1024, cuda_dealt.DealtShape(4, 8, 40)),
+    (8, 3, 1280, cuda_dealt.DealtShape(5, 16, 3)),
+    (11, 4, 1024, cuda_dealt.DealtShape(4, 8, 0)),
+    (16, 3, 1024, cuda_dealt.DealtShape(24, 16, 6)),
+    (1, 5, 1024, cuda_dealt.DealtShape(4, 16, 8)),
 ]
 
 
-@pytest.mark.parametrize(("rows", "bits", "shape"), DEALT_CASES)
-def test_columns_dealt_to_warps_change_nothing(rows, bits, shape, monkeypatch):
+@pytest.mark.parametrize(("rows", "bits", "inputs", "shape"), DEALT_CASES)
+def test_columns_dealt_to_warps_change_nothing(rows, bits, inputs, shape, monkeypatch):
     rng = np.random.default_rng(7)
-    weights = random_trellis(rng, 1024, 300, "mul1", bits, bias=True)
-    x = adversarial_rows(rng, rows, 1024)
+    weights = random_trellis(rng, inputs, 300, "mul1", bits, bias=True)
+    x = adversarial_rows(rng, rows, inputs)
     handle = cuda.prepare_linear(weights)
     expected = on_host(x, handle)
-    monkeypatch.setattr(cuda, "WIDE_COLUMNS", 0)
-    monkeypatch.setattr(memory, "multiprocessors", lambda: 3)
-    monkeypatch.setattr(cuda_dealt, "SHAPES", (shape,))
-    assert cuda_dealt.dealt_shape(handle, rows) is not None
+    monkeypatch.setattr(cuda, "CONTRACT_PROCESSORS", 3)
+    monkeypatch.setattr(cuda_dealt, "SHAPES", {cuda_dealt.row_tiles(rows): (shape,)})
+    assert cuda_dealt.dealt_shape(handle, rows) is shape
     for _ in range(2):
-        assert on_host(x, handle).tobytes() == expected.tobytes()
+        assert on_host(x, handle, cuda.AS_WIDE).tobytes() == expected.tobytes()
     assert not memory.to_host(handle.counters).any()
 
 
 def test_a_dealt_shape_that_does_not_fit_is_not_taken(monkeypatch):
     handle = cuda.prepare_linear(random_trellis(np.random.default_rng(8), 384, 128, "mul1", 8))
-    whole, in_parts = cuda_dealt.DealtShape(4, 8, 2, 0, 1), cuda_dealt.DealtShape(4, 8, 2, 8, 2)
-    large, odd = replace(whole, warps=32, stages=4), replace(whole, chunk_tiles=16)
-    monkeypatch.setattr(cuda_dealt, "SHAPES", (in_parts, large, odd))
+    whole, in_halves = cuda_dealt.DealtShape(4, 8, 0), cuda_dealt.DealtShape(4, 8, 8)
+    large, odd = replace(whole, warps=72), replace(whole, chunk_tiles=16)
+    monkeypatch.setattr(cuda_dealt, "SHAPES", {1: (in_halves, large, odd)})
     assert cuda_dealt.dealt_shape(handle, 1) is None
-    monkeypatch.setattr(cuda_dealt, "SHAPES", (in_parts, large, odd, whole))
-    assert cuda_dealt.dealt_shape(handle, 1) == replace(whole, operand_rows=1)
-    assert cuda_dealt.dealt_shape(handle, 16) == replace(whole, operand_rows=16)
-    assert cuda_dealt.dealt_shape(handle, 17) is None
+    monkeypatch.setattr(cuda_dealt, "SHAPES", {1: (in_halves, large, odd, whole)})
+    assert cuda_dealt.dealt_shape(handle, 8) is whole
+    assert cuda_dealt.dealt_shape(handle, 9) is None
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (9, 0), (12, 0)])
+def test_a_head_is_dealt_in_what_shared_memory_there_is(capability):
+    for bits in (2, 3, 4, 5, 8):
+        with kernels.rehearsal(capability):
+            handle = cuda.prepare_linear(random_trellis(np.random.default_rng(8), 2560, 128, "mul1", bits))
+            for rows in (1, 8, 16):
+                shape = cuda_dealt.dealt_shape(handle, rows)
+                if shape is not None:
+                    assert shape.shared_bytes(handle, rows) <= memory.most_shared_bytes()
+                if rows == 1 or (capability[0] == 9 and bits <= 4):
+                    assert shape is not None
+                if capability[0] == 9 and bits <= (5 if rows <= 8 else 4):
+                    assert shape is cuda_dealt.SHAPES[cuda_dealt.row_tiles(rows)][0]
 
 
 def test_passes_of_few_rows_change_nothing(monkeypatch):

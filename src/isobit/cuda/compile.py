@@ -1,11 +1,15 @@
 """Kernel sources to GPU binaries, with NVRTC through cuda.core; needs no GPU."""
 
+import os
 import re
 import threading
 from typing import Any
 
 from isobit.cuda import sources, store
 from isobit.cuda.errors import DeviceError, KernelError
+
+CHECKING_VARIABLE = "ISOBIT_RACECHECK"  # in the environment, 1: kernels that compute-sanitizer's racecheck can follow
+CHECKING_MACROS = {"EVERY_LANE_ARRIVES": 1}
 
 _lock = threading.Lock()
 
@@ -24,9 +28,13 @@ def architecture_name(capability: tuple[int, int]) -> str:
 def binary(name: str, defines: dict[str, int], architecture: str, anew: bool = False) -> bytes:
     """The cubin of a source with macros, from the store, or compiled now if it is not there or wanted `anew`.
 
-    Raises DeviceError where the compiler is not installed, KernelError with its first complaint.
+    With ISOBIT_RACECHECK=1 in the environment it is one whose turns compute-sanitizer's racecheck can follow; the bytes
+    that it gives are the same. Raises DeviceError where the compiler is not installed, KernelError with its first
+    complaint.
     """
     compiler = _compiler()
+    if os.environ.get(CHECKING_VARIABLE) == "1":
+        defines = {**defines, **CHECKING_MACROS}
     key = sources.digest(name, sorted(defines.items()), architecture, compiler.version)
     file = f"{name.replace('/', '-')}-{key}.cubin"
     kept = None if anew else store.read(file)

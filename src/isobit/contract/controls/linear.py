@@ -22,6 +22,7 @@ from isobit.ops.linear import reference
 BLOCK, TILE_COLUMNS = 128, 16
 LONG_INPUTS, SHARDS = 4096, 4
 GROUP_ROWS = 6
+ROW_TILE = 8
 
 
 def without_bias(weights: Linear) -> Linear:
@@ -85,6 +86,17 @@ def blocks_backwards(call: Call) -> Outputs:
         in_features=weights.k,
     )
     return call.replay("backwards", x=backwards(padded, 1, BLOCK), weights=turned)
+
+
+def upper_halves_exchanged(call: Call) -> Outputs:
+    """Each column of tiles has the upper half of the column before it."""
+    weights = call.case.inputs["weights"]
+    if not isinstance(weights, Exl3Linear):
+        return call.run()
+    trellis = weights.trellis.copy()
+    half = len(trellis) // 2
+    trellis[:half] = np.roll(trellis[:half], 1, axis=1)
+    return call.replay(weights=replace(weights, trellis=trellis))
 
 
 @plant("linear", "reference", "inputs past the last whole block of 128 are not read")
@@ -185,6 +197,16 @@ def columns_of_another_layer(call: Call) -> Outputs:
     if call.rows == 1 or not isinstance(weights, Exl3Linear):
         return call.run()
     return call.replay(weights=replace(weights, trellis=np.roll(weights.trellis, 1, axis=1)))
+
+
+@plant("linear", "replaces", "the lower half of a column of tiles goes on with the chains of the column before")
+def chains_of_another_column(call: Call) -> Outputs:
+    return upper_halves_exchanged(call)
+
+
+@plant("linear", "rows", "more than 8 rows resume a column of tiles with the chains of the column before")
+def chains_of_another_column_by_row_count(call: Call) -> Outputs:
+    return call.run() if call.rows <= ROW_TILE else upper_halves_exchanged(call)
 
 
 @plant("linear", "hygiene", "columns past the last whole block of 128 are not written")

@@ -24,7 +24,7 @@ from isobit.ops.linear.cuda_layers import (
 
 __all__ = ["linear", "linears", "prepare_linear"]
 
-BY_ROW_COUNT, FEW_ROWS, MANY_ROWS, OWN_PRODUCT = 0, 1, 2, 3  # how to compute; the first is what the model uses
+BY_ROW_COUNT, FEW_ROWS, MANY_ROWS, OWN_PRODUCT, AS_WIDE = range(5)  # how to compute; the model uses the first
 WARP = 32
 ALIGNED = 16  # bytes that a vector load takes
 ROW_WARPS = 8  # of a block that rotates rows
@@ -40,6 +40,7 @@ BLOCK_COLUMNS = BLOCK // TILE
 MOST_GROUPED = 4  # layers of one launch, as in few_rows.cu
 WIDE_COLUMNS = 16  # of tiles for each multiprocessor, from which on every warp has its own
 WIDE_STAGES = 3
+CONTRACT_PROCESSORS = 2  # that a layer is spread over which is computed as if it were wide
 MOST_FEEDERS = 14  # warps of a block of a plain layer that feed its chains
 CHUNKS = ((8, 1, 1, 16), (16, 2, 1, 16), (32, 2, 2, 8), (64, 2, 4, 4))  # by the operand's columns: PlainShape's middle
 ALONE_BYTES, PAIRED_BYTES = 208 << 10, 104 << 10  # of chunks in a block that has a multiprocessor alone, or shares it
@@ -65,9 +66,11 @@ def linear(x: torch.Tensor, handle: LinearHandle, how: int = BY_ROW_COUNT) -> to
     y = memory.empty((rows, handle.out_features))
     if not rows:
         return y
-    few = how == FEW_ROWS or (how == BY_ROW_COUNT and rows <= MOST_FEW_ROWS)
+    few = how in (FEW_ROWS, AS_WIDE) or (how == BY_ROW_COUNT and rows <= MOST_FEW_ROWS)
     if isinstance(handle, FloatLayer):
         float_rows(x, handle, y, few)
+    elif how == AS_WIDE and isinstance(handle, TrellisLayer) and handle.shards == 1:
+        wide_trellis_rows(x, handle, y, CONTRACT_PROCESSORS)
     elif few:
         few_rows(x, handle, y)
     else:
@@ -162,7 +165,7 @@ def few_trellis_rows(x: torch.Tensor, layers: Sequence[TrellisLayer], outputs: S
     """The same of a trellis, or of several of one group: rotate, decode and multiply, rotate back."""
     first = layers[0]
     if is_wide(first):
-        wide_trellis_rows(x, first, outputs[0])
+        wide_trellis_rows(x, first, outputs[0], memory.multiprocessors())
         return
     rows, width = x.shape
     chunks, shards = first.input_blocks, first.shards
@@ -208,19 +211,19 @@ def is_wide(layer: TrellisLayer) -> bool:
     return layer.shards == 1 and layer.stored_outputs // TILE >= WIDE_COLUMNS * memory.multiprocessors()
 
 
-def wide_trellis_rows(x: torch.Tensor, handle: TrellisLayer, y: torch.Tensor) -> None:
-    """The same of a layer with so many outputs that each warp has columns of its own."""
+def wide_trellis_rows(x: torch.Tensor, handle: TrellisLayer, y: torch.Tensor, processors: int) -> None:
+    """The same of a layer with so many outputs that each warp of the multiprocessors has columns of its own."""
     rows = len(x)
     dealt = cuda_dealt.dealt_shape(handle, rows)
     if dealt is not None:
-        cuda_dealt.dealt_rows(rotated_operand(x, handle), handle, y, dealt)
+        cuda_dealt.dealt_rows(rotated_operand(x, handle), handle, y, dealt, processors)
         return
     row_tiles = tiles_of(rows)
     wide = WIDE_SHAPES[row_tiles]
     defines = {"ROW_TILES": row_tiles, "WARP_COLUMNS": wide.warp_columns, **handle.defines}
     stage_bytes = wide.chunk_tiles * wide.warp_columns * TILE * handle.defines["TWICE_BITS"]
     kernels.load("ops/linear/few_rows_wide.cu", "few_rows_wide", **defines)(
-        wide.blocks * memory.multiprocessors(),
+        wide.blocks * processors,
         wide.warps * WARP,
         Constant(handle.trellis),
         rotated_operand(x, handle),

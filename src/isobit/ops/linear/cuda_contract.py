@@ -16,8 +16,14 @@ from isobit.ops.linear import contract, cuda, cuda_reference
 from isobit.ops.linear.contract import awkward_rows, random_plain, random_trellis
 from isobit.ops.linear.cuda_layers import LinearHandle
 
-IMPLEMENTATIONS = {"few_rows": cuda.FEW_ROWS, "many_rows": cuda.MANY_ROWS, "own_product": cuda.OWN_PRODUCT}
 GROUPED = "grouped"  # in one launch with other layers of its format
+AS_WIDE = "as wide"  # by the kernels of layers of many outputs
+IMPLEMENTATIONS = {
+    "few_rows": cuda.FEW_ROWS,
+    "many_rows": cuda.MANY_ROWS,
+    "own_product": cuda.OWN_PRODUCT,
+    AS_WIDE: cuda.AS_WIDE,
+}
 
 
 @dataclass(frozen=True)
@@ -37,6 +43,9 @@ class CudaLinearOp(contract.LinearOp):
     def cases(self, rng: np.random.Generator, full: bool) -> Iterator[Case]:
         yield from super().cases(rng, full)
         yield self._case("float16 64x520", awkward_rows(rng, 11, 64), random_plain(rng, 64, 520, "float16"))
+        # Columns enough to be dealt whole and in halves.
+        weights = random_trellis(rng, 1024, 1100, "mul1", 3, bias=True)
+        yield self._case("mul1 3 bits 1024x1100", awkward_rows(rng, 17, 1024), weights)
 
     def begin(self, case: Case) -> Any:
         weights = case.inputs["weights"]
@@ -48,7 +57,7 @@ class CudaLinearOp(contract.LinearOp):
             beside = companion(state.layer.in_features, memory.is_emulated())
             return company_outputs(case.inputs["x"][rows], [beside, state.layer])
         how = IMPLEMENTATIONS.get(implementation, cuda.FEW_ROWS)
-        most = cuda.MOST_FEW_ROWS if how == cuda.FEW_ROWS else len(rows)
+        most = cuda.MOST_FEW_ROWS if how in (cuda.FEW_ROWS, cuda.AS_WIDE) else len(rows)
         pieces = [rows[first : first + most] for first in range(0, len(rows), most)]
         if implementation == GROUPED:
             parts = [company_outputs(case.inputs["x"][piece], [*state.alike, state.layer])["y"] for piece in pieces]

@@ -2,7 +2,14 @@
 #pragma once
 #include "device.cuh"
 
+// Of a warp that passes a barrier in shared memory: one lane arrives for all, after a __syncwarp. A checking build has all
+// of them arrive, since compute-sanitizer's racecheck orders only what the arriving threads wrote themselves.
+#ifndef EVERY_LANE_ARRIVES
+#define EVERY_LANE_ARRIVES 0
+#endif
+
 constexpr int MOST_TURN_WARPS = 15;  // of a block: its named barriers but the one of __syncthreads
+constexpr int ARRIVALS = EVERY_LANE_ARRIVES ? WARP : 1;  // of a warp
 
 #ifdef EMULATED
 static int handed_over[MOST_TURN_WARPS + 1];
@@ -53,14 +60,14 @@ DEVICE void begin_passing(uint64* at, int lane) {
 #ifdef EMULATED
     *at = 0;
 #else
-    asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(shared_address(at)) : "memory");
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(at)), "n"(ARRIVALS) : "memory");
 #endif
 }
 
 // By a warp: let the one that waits go on; what this warp wrote to shared memory is then to be seen.
 DEVICE void pass(PassedBarrier barrier, int lane) {
     __syncwarp();
-    if (lane != 0) return;
+    if (!EVERY_LANE_ARRIVES && lane != 0) return;
 #ifdef EMULATED
     ++*barrier;
 #else
@@ -98,13 +105,14 @@ struct Turn {
 #ifdef EMULATED
         state = 0;
 #else
-        asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(&state)) : "memory");
+        asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;"
+                     ::"r"(shared_address(&state)), "n"(ARRIVALS) : "memory");
 #endif
     }
     // By a whole warp: what it wrote to shared memory is then to be seen by those that await the turn.
     __device__ __forceinline__ void hand_over(int lane) {
         __syncwarp();
-        if (lane) return;
+        if (!EVERY_LANE_ARRIVES && lane != 0) return;
 #ifdef EMULATED
         state++;
 #else

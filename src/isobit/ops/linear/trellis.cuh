@@ -130,17 +130,12 @@ struct Window {
     }
 };
 
-// Two states -> their two half values, packed. by_product: by a multiplication rather than a byte permutation, for the
-// one pipe or the other.
-template <int codebook, bool by_product = false>
+// Two states -> their two half values, packed.
+template <int codebook>
 DEVICE unsigned codebook_values(unsigned low, unsigned high) {
     if (codebook == MUL1) {
         // As half bits, 0x6400 + n is 1024 + n.
         const unsigned first = dp4a(low * 0x83DCD12Du, 0x01010101u, 0x6400u);
-        if (by_product) {
-            const unsigned upper = dp4a(high * 0x83DCD12Du, 0x01010101u, 0x6400u);
-            return fma_half2(upper * 0x10000u + first, 0x1EEE1EEEu, 0xC931C931u);
-        }
         const unsigned second = dp4a(high * 0x83DCD12Du, 0x01010101u, 0x6400u);
         return fma_half2(byte_perm(first, second, 0x5410u), 0x1EEE1EEEu, 0xC931C931u);
     }
@@ -152,12 +147,12 @@ DEVICE unsigned codebook_values(unsigned low, unsigned high) {
 }
 
 // The lane's four registers of the tile's A operand: bit 0 of a position is k + 1, bit 1 k + 8, bit 2 output + 8.
-template <int codebook, int products = 0, int twice = 0>
+template <int codebook, int twice>
 DEVICE void decode_window(const Window<twice>& window, unsigned fragment[4]) {
-    fragment[0] = codebook_values<codebook, (products > 0)>(window.template state<0>(), window.template state<1>());
-    fragment[1] = codebook_values<codebook, (products > 1)>(window.template state<4>(), window.template state<5>());
-    fragment[2] = codebook_values<codebook, (products > 2)>(window.template state<2>(), window.template state<3>());
-    fragment[3] = codebook_values<codebook, (products > 3)>(window.template state<6>(), window.template state<7>());
+    fragment[0] = codebook_values<codebook>(window.template state<0>(), window.template state<1>());
+    fragment[1] = codebook_values<codebook>(window.template state<4>(), window.template state<5>());
+    fragment[2] = codebook_values<codebook>(window.template state<2>(), window.template state<3>());
+    fragment[3] = codebook_values<codebook>(window.template state<6>(), window.template state<7>());
 }
 
 // The same from a tile's words.
