@@ -3,7 +3,7 @@
 #include "device.cuh"
 
 // Of a warp that passes a barrier in shared memory: one lane arrives for all, after a __syncwarp. A checking build has all
-// of them arrive, since compute-sanitizer's racecheck orders only what the arriving threads wrote themselves.
+// of them arrive, since compute-sanitizer's racecheck reports what the lanes that do not arrive wrote.
 #ifndef EVERY_LANE_ARRIVES
 #define EVERY_LANE_ARRIVES 0
 #endif
