@@ -5,6 +5,7 @@
 // column's chains wait in shared memory for whichever warp is dealt the next part.
 #include "device.cuh"
 #include "ops/linear/cuda_finish.cuh"
+#include "ops/linear/staged.cuh"
 #include "ops/linear/trellis.cuh"
 
 #ifndef CODEBOOK
@@ -40,43 +41,6 @@ constexpr int LANE_PIECES = (PIECES + WARP - 1) / WARP;
 constexpr bool FROM_SHARED = OPERAND_ROWS > 0;  // rows of the operand in shared memory, or none
 
 static_assert(CHUNK_TILES % GROUP_TILES == 0, "a chunk must be whole groups");
-
-// Memory of a block by byte offsets, which stay in registers.
-DEVICE unsigned offset_of(const void* shared) {
-#ifdef EMULATED
-    return static_cast<unsigned>(static_cast<const unsigned char*>(shared) - emulator::dynamic_shared);
-#else
-    return kept(shared_address(shared));
-#endif
-}
-template <int AHEAD>
-DEVICE unsigned word_at(unsigned offset) {
-#ifdef EMULATED
-    return *reinterpret_cast<const unsigned*>(emulator::dynamic_shared + offset + AHEAD);
-#else
-    unsigned word;
-    asm volatile("ld.shared.u32 %0, [%1+%2];" : "=r"(word) : "r"(offset), "n"(AHEAD));
-    return word;
-#endif
-}
-template <int AHEAD>
-DEVICE uint4 four_at(unsigned offset) {
-#ifdef EMULATED
-    return *reinterpret_cast<const uint4*>(emulator::dynamic_shared + offset + AHEAD);
-#else
-    uint4 v;
-    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4+%5];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(offset), "n"(AHEAD));
-    return v;
-#endif
-}
-DEVICE void stage_piece(unsigned offset, const uint4* global) {
-#ifdef EMULATED
-    copy_async_16(emulator::dynamic_shared + offset, global);
-#else
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(offset), "l"(global) : "memory");
-#endif
-}
 
 // The counter's number before, one higher after.
 DEVICE int drawn(int* counter) {
@@ -199,21 +163,9 @@ DEVICE uint4 operand_at(unsigned offset, const uint4* inputs, int rows, int plac
     return inputs[HALF * 4 * rows + place];
 }
 
-// Where a lane finds the words of its window, of the first tile that is staged.
-struct LaneWords {
-    unsigned first, second, third;
-
-    template <int TILE_OF_GROUP>
-    __device__ __forceinline__ Window<TWICE_BITS> window(unsigned stage, unsigned shift) const {
-        constexpr int ahead = TILE_OF_GROUP * WORDS * 4;
-        const unsigned last = Window<TWICE_BITS>::by_ends ? 0 : word_at<ahead>(third + stage);
-        return {word_at<ahead>(first + stage), word_at<ahead>(second + stage), last, shift};
-    }
-};
-
 // Carry the chains over two tiles, the HALF-th of a group.
 template <int HALF>
-DEVICE void carry_two(float chains[ROW_TILES][4], const LaneWords& words, unsigned stage, unsigned shift,
+DEVICE void carry_two(float chains[ROW_TILES][4], const LaneWords<TWICE_BITS>& words, unsigned stage, unsigned shift,
                       unsigned operand, const uint4* inputs, int rows, const int places[ROW_TILES]) {
     uint4 pairs[ROW_TILES];
 #pragma unroll
@@ -270,8 +222,7 @@ few_rows_dealt(const uint4* __restrict__ trellis, const uint4* operand, float* v
     }
 
     const LanePlace<TWICE_BITS> place(lane);
-    const LaneWords words = {offset_of(stages + place.first), offset_of(stages + place.second),
-                             Window<TWICE_BITS>::by_ends ? 0 : offset_of(stages + place.third)};
+    const LaneWords<TWICE_BITS> words(stages, place);
     int places[ROW_TILES];
 #pragma unroll
     for (int tile = 0; tile < ROW_TILES; tile++)
