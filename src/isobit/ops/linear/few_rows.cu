@@ -4,6 +4,7 @@
 // inputs each, all at once, and take turns in carrying the chain over them, so that k ascends.
 #include "device.cuh"
 #include "ops/linear/cuda_finish.cuh"
+#include "ops/linear/cuda_passed.cuh"
 #include "ops/linear/cuda_turns.cuh"
 #include "ops/linear/rotate_octet.cuh"
 #include "ops/linear/staged.cuh"
@@ -56,6 +57,13 @@ struct ChunkRing {
             const int piece = i * WARP + lane;
             offsets[i] = piece / TWICE_BITS * row_pieces + piece % TWICE_BITS;
         }
+    }
+
+    // Before a long loop, by a whole warp: have in registers what would be computed again.
+    __device__ __forceinline__ void remember() {
+        place.remember();
+#pragma unroll
+        for (int i = 0; i < LANE_PIECES; i++) offsets[i] = remembered(static_cast<int>(offsets[i]));
     }
 
     // Stage one chunk more, if there is one, where the current one lies, and go on to the next.
@@ -137,8 +145,9 @@ DEVICE void fetch_scales(const half_bits* input_scales, int first_input, int inp
 }
 
 // One layer of a launch. x: float [rows, inputs], or, where not FUSED, what rotate_few made of it. values: float
-// [shards, rows, 16 * columns], written and read here. counters: zeros, one a block of 128 outputs. Both are not used by
-// a launch of one shard whose blocks have 8 columns each. first_block: of the launch's, which are its layers' in turn.
+// [shards, rows, 16 * columns], written and read here, with counters: zeros, one a block of 128 outputs. No values: only
+// of one shard; sums go from block to block by way of passed: zeros [rows or more, 16 * columns], of which blocks of
+// whole 128 outputs use none. first_block: of the launch's, which are its layers' in turn.
 struct Layer {
     const uint4* trellis;
     const half_bits* input_scales;
@@ -147,6 +156,7 @@ struct Layer {
     const void* x;
     float* values;
     int* counters;
+    uint64* passed;
     float* y;
     int64 columns, outputs, first_block;
 };
@@ -189,18 +199,29 @@ DEVICE void finish_blocks(const Sums& sums, const Finish& finish, int* counters,
     }
 }
 
-// Rotate out the block of 128 outputs whose 8 columns this thread block has: `chains` as its warps hand them over.
-DEVICE void finish_own_block(const float* chains, const Finish& finish, int block, int rows, int warp, int warps,
-                             int lane) {
+// Rotate out the blocks of 128 outputs whose last column this thread block has: `chains` as its warps hand them over,
+// sums of the columns before its own from those who pass them, which are blocks that begin no later.
+DEVICE void finish_own_blocks(const float* chains, uint64* passed, const Finish& finish, int first, int count, int rows,
+                              int outputs, int warp, int warps, int lane) {
+    const int first_block = first / BLOCK_COLUMNS, owned = (first + count) / BLOCK_COLUMNS - first_block;
     __syncthreads();
-    for (int row = warp; row < rows; row += warps) {
-        // Outputs 4 * lane on, of a column the 16 / 4 of four lanes: the C operand's register 2 * (output / 8) + row % 2
-        // of lane 4 * (output % 8) + row % 8 / 2.
-        const float* at = chains + ((lane / 4 * ROW_TILES + row / 8) * WARP + lane % 2 * 16 + row % 8 / 2) * 4;
-        float v[4];
+#pragma unroll 1
+    for (int unit = warp; unit < owned * rows; unit += warps) {
+        const int own = rows == 1 ? unit : unit / rows, row = unit - own * rows, block = first_block + own;
+        const int output = block * ROTATION + 4 * lane, column = output / TILE - first;
+        float scale[4], v[4];
+        load_halves(finish.scales + output, scale);
+        if (column < 0) {
+            take_sums(passed + static_cast<int64>(row) * outputs + output, v);
+        } else {
+            // Outputs 4 * lane on, of a column the 16 / 4 of four lanes: the C operand's register 2 * (output / 8) +
+            // row % 2 of lane 4 * (output % 8) + row % 8 / 2.
+            const float* at = chains + ((column * ROW_TILES + row / 8) * WARP + lane % 2 * 16 + row % 8 / 2) * 4;
 #pragma unroll
-        for (int i = 0; i < 4; i++) v[i] = at[16 * i + lane % 4 / 2 * 2 + row % 2];
-        finish_block(finish, row, block, v, lane);
+            for (int i = 0; i < 4; i++) v[i] = at[16 * i + lane % 4 / 2 * 2 + row % 2];
+        }
+        __syncwarp();
+        finish_scaled(finish, row, block, v, scale, lane);
     }
 }
 
@@ -249,12 +270,12 @@ few_rows(const __grid_constant__ Layers layers, int chunks, int rows, int inputs
     for (int i = thread; i < (last_chunk - first_chunk) * 16 * rows; i += warps * WARP) own_inputs[i] = rotated[i];
 #endif
     __syncthreads();
-    const bool has_block = shards == 1 && columns == BLOCK_COLUMNS;
+    const bool passes = layer.values == nullptr;
     if (real) {
         // Made anew: the rotation has no registers for it.
         const int own_lane = remembered(threadIdx.x);
         ChunkRing ring(stages, tile_columns, column, own_first + (STAGES + 1) * turns, STAGES + 1, turns, own_lane);
-        ring.place.remember();
+        ring.remember();
         Operand operand = {reinterpret_cast<const unsigned char*>(rotated), 64u * rows};
 #pragma unroll
         for (int tile = 0; tile < ROW_TILES; tile++) {
@@ -266,12 +287,16 @@ few_rows(const __grid_constant__ Layers layers, int chunks, int rows, int inputs
         const PassedBarrier next_barrier = passed_barrier(barriers + (turn + 1 == turns ? warp - turn : warp + 1));
         uint4 early[EARLY][ROW_TILES];
         if (!FROM_SHARED) load_early(early, operand);
-        int round = turn == 0 ? 0 : 1;
+        float chains[ROW_TILES][4];
+        int round = turn == 0 ? 0 : 1, chunk = own_first;
 #pragma unroll 1
-        for (int chunk = own_first;; chunk += turns, round++) {
+        for (;; chunk += turns, round++) {
             // From shared memory they come in time, and decoding has more registers.
             if (FROM_SHARED) load_early(early, operand);
-            float chains[ROW_TILES][4] = {};
+#pragma unroll
+            for (int tile = 0; tile < ROW_TILES; tile++)
+#pragma unroll
+                for (int i = 0; i < 4; i++) chains[tile][i] = 0.0f;
             if (chunk > first_chunk) {
                 wait_for_pass(own_barrier, round);
 #pragma unroll
@@ -283,25 +308,31 @@ few_rows(const __grid_constant__ Layers layers, int chunks, int rows, int inputs
             }
             carry(chains, fragments, early, operand);
             operand.skip(turns * 4 * operand.stride);
-            const bool is_last = chunk + 1 == last_chunk;
-            if (is_last && !has_block) {
-                float* values = layer.values + static_cast<int64>(shard) * rows * tile_columns * TILE;
-                store_column(chains, values, rows, tile_columns * TILE, column * TILE, lane);
-                break;
-            }
+            if (chunk + 1 == last_chunk) break;
 #pragma unroll
             for (int tile = 0; tile < ROW_TILES; tile++) store_four(own_handed + 16 * WARP * tile, chains[tile]);
-            if (is_last) break;
             pass(next_barrier, own_lane);
             if (chunk + turns >= last_chunk) break;
             if (!FROM_SHARED) load_early(early, operand);
             ring.decode(fragments, trellis, chunk + (STAGES + 1) * turns < last_chunk, own_lane);
         }
+        if (chunk + 1 == last_chunk) {
+            const int width = tile_columns * TILE;
+            if (!passes) {
+                store_column(chains, layer.values + static_cast<int64>(shard) * rows * width, rows, width,
+                             column * TILE, own_lane);
+            } else if (column / BLOCK_COLUMNS >= (first_column + count) / BLOCK_COLUMNS) {
+                pass_column(chains, layer.passed, rows, width, column * TILE, own_lane);
+            } else {
+#pragma unroll
+                for (int tile = 0; tile < ROW_TILES; tile++) store_four(own_handed + 16 * WARP * tile, chains[tile]);
+            }
+        }
     }
     const Finish finish = {layer.output_scales, layer.bias, layer.y, static_cast<int>(layer.outputs)};
-    if (has_block) {
-        finish_own_block(reinterpret_cast<const float*>(handed), finish, first_column / BLOCK_COLUMNS, rows, warp,
-                         warps, lane);
+    if (passes) {
+        finish_own_blocks(reinterpret_cast<const float*>(handed), layer.passed, finish, first_column, count, rows,
+                          tile_columns * TILE, warp, warps, lane);
         return;
     }
     const Sums sums = {layer.values, shards, rows, tile_columns * TILE};
