@@ -281,20 +281,21 @@ class FewRowsShape:
 class FewRowsCost:
     """What the parts of few_rows take: cycles, or a warp's issue slots, of which a scheduler has one a cycle."""
 
-    begin: int = 310  # slots of a warp for its first chunk's load and for the rest outside of the loop
-    ahead: int = 100  # slots of a warp for what it does while the kernel before still runs
-    chunk: int = 365  # slots of a warp for a chunk of 8 rows or fewer
+    begin: int = 180  # slots of a warp outside of the loop
+    chunk: int = 380  # slots of a warp for a chunk of 8 rows or fewer
     tile: int = 20  # more slots for every 8 rows more
-    rotation: int = 136  # slots of a warp for four units, each a row's block of 128 inputs
-    rotated: int = 2450  # cycles until the first four units of every warp are rotated
-    apart: int = 5000  # cycles of a layer's rotation by a kernel of its own
-    decoded: int = 620  # cycles of a chunk's decoding
+    rotation: int = 131  # slots of a warp for four units, each a row's block of 128 inputs
+    rotated: int = 2550  # cycles until the first four units of every warp are rotated
+    apart: int = 4960  # cycles of a layer's rotation by a kernel of its own
+    decoded: int = 560  # cycles of a chunk's decoding
     carried: int = 350  # cycles of a chunk's products and of handing the chain over
     carried_tile: int = 100  # more cycles for every 8 rows more
-    met: int = 2900  # cycles until a counter says that other blocks' sums are there, and they are
+    met: int = 2880  # cycles until a counter says that other blocks' sums are there, and they are
     passed: int = 1500  # the same of sums that say so themselves
-    late: int = 1500  # cycles of a block that cannot begin while the kernel before still runs
-    read: int = 54  # bytes a cycle that a multiprocessor has of the second-level cache
+    late: int = 2700  # cycles of a block that cannot begin while the kernel before still runs
+    room: float = 1 / 3  # of a multiprocessor's warps, which a block of no more warps finds free meanwhile
+    no_room: float = 5 / 6  # the same that are never free
+    read: int = 53  # bytes a cycle that a multiprocessor has of the second-level cache
 
 
 FEW_ROWS_COST = FewRowsCost()
@@ -358,13 +359,11 @@ def few_rows_cycles(
     blocks = shards * sum(-(-columns // shape.columns) for columns in tile_columns)
     fullest = -(-blocks // processors)
     rounds = ceil(fullest / (RESIDENT_WARPS[tiles_of(rows)] // warps))
-    late = late_share(warps, blocks, rows, processors)
-    issued = warps * (cost.begin - (1 - late) * cost.ahead)
-    issued += shape.columns * own_chunks * (cost.chunk + more_tiles * cost.tile)
+    issued = warps * cost.begin + shape.columns * own_chunks * (cost.chunk + more_tiles * cost.tile)
     carried = cost.carried + more_tiles * cost.carried_tile
     waited = own_chunks * max(carried, (cost.decoded + carried) / shape.turns)
     apart = 0 if shape.fused else len(tile_columns) * cost.apart
-    between = late * cost.late
+    between = late_share(warps, blocks, rows, processors) * cost.late
     if shape.fused:
         issued += ceil(units / 4) * cost.rotation
         between += rounds * ceil(units / (4 * warps)) * cost.rotated
@@ -379,10 +378,10 @@ def few_rows_cycles(
 
 
 def late_share(warps: int, blocks: int, rows: int, processors: int) -> float:
-    """0: a block begins beside the kernel before, which is taken to be alike; 1: once that has left its processor."""
-    if 2 * warps <= RESIDENT_WARPS[tiles_of(rows)] and blocks <= processors:
-        return 0.0
-    return min(1.0, max(0.0, 2 * blocks / processors - 1))
+    """From 0, blocks begin beside the kernel before, which is taken to be alike, to 1: they begin once it has ended."""
+    cost, own = FEW_ROWS_COST, warps / RESIDENT_WARPS[tiles_of(rows)]
+    beside_none = min(1.0, max(0.0, (own - cost.room) / (cost.no_room - cost.room))) if blocks <= processors else 1.0
+    return beside_none * min(1.0, max(0.0, 2 * blocks / processors - 1))
 
 
 def passes_sums(shape: FewRowsShape, shards: int, rows: int) -> bool:

@@ -263,8 +263,13 @@ few_rows(const __grid_constant__ Layers layers, int chunks, int rows, int inputs
     uint4* own_inputs = reinterpret_cast<uint4*>(handed + columns * ROW_TILES * WARP);
     const uint4* rotated = static_cast<const uint4*>(layer.x) + first_chunk * 16 * rows;
 #if FUSED
-    rotate_units(reinterpret_cast<unsigned*>(own_inputs), static_cast<const float*>(layer.x), layer.input_scales,
-                 first_chunk, 0, rows * (last_chunk - first_chunk), rows, inputs, whole, thread, warps * WARP);
+    const int units = rows * (last_chunk - first_chunk);
+    const float* x = static_cast<const float*>(layer.x);
+    unsigned* pairs = reinterpret_cast<unsigned*>(own_inputs);
+    if (units <= 2 * warps)
+        rotate_few_units(pairs, x, layer.input_scales, first_chunk, units, rows, inputs, whole, warp, warps, lane);
+    else
+        rotate_units(pairs, x, layer.input_scales, first_chunk, 0, units, rows, inputs, whole, thread, warps * WARP);
 #elif SHARED_OPERAND
 #pragma unroll 4
     for (int i = thread; i < (last_chunk - first_chunk) * 16 * rows; i += warps * WARP) own_inputs[i] = rotated[i];
