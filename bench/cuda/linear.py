@@ -16,7 +16,14 @@ from timing import COPY_RATE, TENSOR_RATE, Entry, graph_milliseconds, millisecon
 
 from isobit.cuda import memory
 from isobit.ops.linear import cuda, cuda_products
-from isobit.ops.linear.cuda_layers import BLOCK, TILE, HalfLayer, TrellisLayer, trellis_defines
+from isobit.ops.linear.cuda_layers import (
+    BLOCK,
+    MOST_PASSED_ROWS,
+    TILE,
+    HalfLayer,
+    TrellisLayer,
+    trellis_defines,
+)
 
 CACHE_BYTES = 160 << 20  # of distinct weights, so that every call reads its own from memory
 MOST_LAYERS = 48
@@ -34,9 +41,10 @@ SWEPT = (
     ("k", 2560, (512,), 4),
     ("down", 640, (2560,), 4),
 )  # name, inputs, outputs of the layers of one launch, bits
-SWEPT_TURNS = {1: (4, 8), 2: (4, 8), 3: (4, 6, 8), 4: (3, 4, 6), 5: (3, 4), 6: (2, 3, 4), 7: (3,), 8: (2, 3), 12: (2,)}
-SWEPT_APART = ((3, 4), (5, 4), (6, 4), (8, 3))
+SWEPT_TURNS = {1: (4, 8), 2: (3, 4, 8), 3: (3, 4, 8), 4: (3, 4, 6), 5: (2, 3, 4), 6: (2, 3, 4), 8: (2, 3), 12: (2,)}
+SWEPT_APART = ((3, 4), (5, 4), (6, 2), (6, 4), (8, 2), (8, 3))
 SWEPT_ROWS = (1, 4)
+SWEPT_MORE_ROWS = {"in_qkv and in_z": (16,), "q and gate": (16,)}
 SCHEDULER_CLOCK = 1.8e9
 MANY = ((2560, 12288, 4), (6144, 2560, 4), (2560, 640, 4))
 
@@ -49,8 +57,9 @@ def trellis_layer(inputs: int, outputs: int, bits: int) -> TrellisLayer:
     suh = (torch.randn(inputs, device=device) / inputs**0.5).half()
     svh = torch.ones(outputs, device=device).half()
     counters = memory.zeros((outputs // BLOCK,), torch.int32)
+    passed = memory.zeros((MOST_PASSED_ROWS, outputs), torch.int64)
     defines = trellis_defines("mul1", bits)
-    return TrellisLayer(inputs, outputs, inputs, outputs, None, defines, trellis, suh, svh, counters)
+    return TrellisLayer(inputs, outputs, inputs, outputs, None, defines, trellis, suh, svh, counters, passed)
 
 
 def half_layer(inputs: int, outputs: int) -> HalfLayer:
@@ -99,7 +108,7 @@ def shape_times() -> Iterator[Entry]:
         count = min(MOST_LAYERS, max(2, -(-CACHE_BYTES // size)))
         groups = [[trellis_layer(inputs, width, bits) for width in outputs] for _ in range(count)]
         layer, columns = groups[0][0], tuple(width // TILE for width in outputs)
-        for rows in SWEPT_ROWS:
+        for rows in (*SWEPT_ROWS, *SWEPT_MORE_ROWS.get(name, ())):
             x = torch.randn((rows, inputs), device=memory.device())
             sizes = columns, layer.shards, layer.input_blocks, rows
             chosen = cuda.few_rows_shape(*sizes)

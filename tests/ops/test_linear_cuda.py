@@ -156,7 +156,7 @@ def test_the_shape_of_a_block_changes_nothing(turns, columns, fused, monkeypatch
     assert on_host(x, handle).tobytes() == expected.tobytes()
 
 
-@pytest.mark.parametrize(("rows", "columns", "fused"), [(11, 8, True), (1, 5, True), (1, 3, False)])
+@pytest.mark.parametrize(("rows", "columns", "fused"), [(11, 8, True), (1, 5, True), (1, 3, False), (4, 1, True)])
 def test_layers_of_one_launch_have_the_bytes_of_each_alone(rows, columns, fused, monkeypatch):
     rng = np.random.default_rng(7)
     weights = [
@@ -173,8 +173,26 @@ def test_layers_of_one_launch_have_the_bytes_of_each_alone(rows, columns, fused,
     monkeypatch.setattr(cuda, "few_rows_shape", lambda *sizes: cuda.FewRowsShape(columns, 3, fused))
     for _ in range(2):
         assert [memory.to_host(y).tobytes() for y in cuda.linears(x, handles)] == alone
-    trellises = [handle for handle in handles if isinstance(handle, cuda_layers.TrellisLayer)]
-    assert not any(memory.to_host(handle.counters).any() for handle in trellises)
+    assert all(are_zero(handle) for handle in handles if isinstance(handle, cuda_layers.TrellisLayer))
+
+
+def are_zero(handle):
+    """Whether what a call is to leave zero is."""
+    return not memory.to_host(handle.counters).any() and not memory.to_host(handle.passed).any()
+
+
+@pytest.mark.parametrize("rows", [1, cuda_layers.MOST_PASSED_ROWS, cuda_layers.MOST_PASSED_ROWS + 1])
+@pytest.mark.parametrize("columns", [1, 6, 7, 16])
+def test_blocks_that_pass_sums_on_change_nothing(rows, columns, monkeypatch):
+    rng = np.random.default_rng(8)
+    weights = random_trellis(rng, 128, 500, "mul1", 3, bias=True)
+    handle = cuda.prepare_linear(weights)
+    x = adversarial_rows(rng, rows, 128)
+    expected = on_host(x, handle, cuda.MANY_ROWS)
+    monkeypatch.setattr(cuda, "few_rows_shape", lambda *sizes: cuda.FewRowsShape(columns, 1, True))
+    for _ in range(2):
+        assert on_host(x, handle).tobytes() == expected.tobytes()
+    assert are_zero(handle)
 
 
 def test_a_launch_has_no_more_layers_than_the_kernel_and_none_of_several_shards():

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from math import ceil
+from math import ceil, hypot
 
 import torch
 
@@ -14,6 +14,7 @@ from isobit.ops.linear import cuda_dealt, cuda_layers, cuda_products
 from isobit.ops.linear.cuda_layers import (
     BLOCK,
     MOST_FEW_ROWS,
+    MOST_PASSED_ROWS,
     TILE,
     FloatLayer,
     HalfLayer,
@@ -192,17 +193,17 @@ def layer_table(
     x: torch.Tensor, layers: Sequence[TrellisLayer], outputs: Sequence[torch.Tensor], shape: "FewRowsShape"
 ) -> tuple[Fields, int]:
     """(What few_rows reads of each layer, how many blocks a shard of all of them has)."""
-    has_blocks = layers[0].shards == 1 and shape.columns == BLOCK_COLUMNS
+    passes = passes_sums(shape, layers[0].shards, len(x))
     fields: list = []
     blocks = 0
     for layer, y in zip(layers, outputs, strict=True):
         columns = layer.stored_outputs // TILE
-        values = None if has_blocks else memory.empty((layer.shards, len(x), layer.stored_outputs))
+        values = None if passes else memory.empty((layer.shards, len(x), layer.stored_outputs))
         fields += (Constant(layer.trellis), Constant(layer.suh), Constant(layer.svh), Constant(layer.bias))
-        fields += (x if shape.fused else rotated_operand(x, layer), values, layer.counters, y)
+        fields += (x if shape.fused else rotated_operand(x, layer), values, layer.counters, layer.passed, y)
         fields += (columns, layer.out_features, blocks)
         blocks += -(-columns // shape.columns)
-    no_layer = *(None,) * 8, 0, 0, blocks
+    no_layer = *(None,) * 9, 0, 0, blocks
     return Fields(*fields, *no_layer * (MOST_GROUPED - len(layers))), blocks
 
 
@@ -283,18 +284,21 @@ class FewRowsShape:
 class FewRowsCost:
     """What the parts of few_rows take: cycles, or a warp's issue slots, of which a scheduler has one a cycle."""
 
-    begin: int = 150  # slots of a warp until its first chunk
-    chunk: int = 410  # slots of a warp for a chunk of 8 rows or fewer
+    begin: int = 180  # slots of a warp outside of the loop
+    chunk: int = 380  # slots of a warp for a chunk of 8 rows or fewer
     tile: int = 20  # more slots for every 8 rows more
-    rotation: int = 350  # slots of a warp for four units, each a row's block of 128 inputs
-    rotated: int = 1300  # cycles until the first four units of every warp are rotated
-    apart: int = 4500  # cycles of a layer's rotation by a kernel of its own
-    decoded: int = 900  # cycles of a chunk's decoding
-    carried: int = 370  # cycles of a chunk's products and of handing the chain over
+    rotation: int = 131  # slots of a warp for four units, each a row's block of 128 inputs
+    rotated: int = 2550  # cycles until the first four units of every warp are rotated
+    apart: int = 4960  # cycles of a layer's rotation by a kernel of its own
+    decoded: int = 560  # cycles of a chunk's decoding
+    carried: int = 350  # cycles of a chunk's products and of handing the chain over
     carried_tile: int = 100  # more cycles for every 8 rows more
-    met: int = 2500  # cycles until other blocks' sums are there
-    block: int = 2000  # cycles of a block beside others
-    read: int = 23  # bytes a cycle that a multiprocessor has of the second-level cache
+    met: int = 2880  # cycles until a counter says that other blocks' sums are there, and they are
+    passed: int = 1500  # the same of sums that say so themselves
+    late: int = 2700  # cycles of a block that cannot begin while the kernel before still runs
+    room: float = 1 / 3  # of a multiprocessor's warps, which a block of no more warps finds free meanwhile
+    no_room: float = 5 / 6  # the same that are never free
+    read: int = 53  # bytes a cycle that a multiprocessor has of the second-level cache
 
 
 FEW_ROWS_COST = FewRowsCost()
@@ -352,24 +356,40 @@ def shared_bytes(shape: FewRowsShape, shards: int, chunks: int, rows: int, twice
 def few_rows_cycles(
     shape: FewRowsShape, tile_columns: tuple[int, ...], shards: int, chunks: int, rows: int, processors: int
 ) -> float:
-    """About how many cycles the multiprocessor with the most blocks takes."""
+    """About how many cycles the multiprocessor with the most blocks takes, but for what all shapes wait for."""
     cost, own_chunks, more_tiles = FEW_ROWS_COST, -(-chunks // shards), tiles_of(rows) - 1
     warps, units = shape.columns * shape.turns, rows * own_chunks
     blocks = shards * sum(-(-columns // shape.columns) for columns in tile_columns)
     fullest = -(-blocks // processors)
-    at_once = RESIDENT_WARPS[tiles_of(rows)] // warps
+    rounds = ceil(fullest / (RESIDENT_WARPS[tiles_of(rows)] // warps))
     issued = warps * cost.begin + shape.columns * own_chunks * (cost.chunk + more_tiles * cost.tile)
     carried = cost.carried + more_tiles * cost.carried_tile
     waited = own_chunks * max(carried, (cost.decoded + carried) / shape.turns)
+    apart = 0 if shape.fused else len(tile_columns) * cost.apart
+    between = late_share(warps, blocks, rows, processors) * cost.late
     if shape.fused:
         issued += ceil(units / 4) * cost.rotation
-        waited += ceil(units / (4 * warps)) * cost.rotated
+        between += rounds * ceil(units / (4 * warps)) * cost.rotated
+    if not passes_sums(shape, shards, rows):
+        between += rounds * cost.met
+    elif shape.columns % BLOCK_COLUMNS:
+        between += rounds * cost.passed
     times_read = 2 if shape.fused else 1 if has_own_operand(shape, shards, chunks, rows) else shape.columns
-    read = times_read * operand_bytes(shards, chunks, rows) / cost.read
-    if shards > 1 or shape.columns != BLOCK_COLUMNS:
-        waited += cost.met
-    apart = 0 if shape.fused else len(tile_columns) * cost.apart
-    return fullest * (issued / SCHEDULERS + cost.block + read) + ceil(fullest / at_once) * waited + apart
+    read = fullest * times_read * operand_bytes(shards, chunks, rows) / cost.read
+    # Warps that wait leave their slots to others, but not at the beginning and at the end.
+    return hypot(fullest * issued / SCHEDULERS, rounds * waited) + between + read + apart
+
+
+def late_share(warps: int, blocks: int, rows: int, processors: int) -> float:
+    """From 0, blocks begin beside the kernel before, which is taken to be alike, to 1: they begin once it has ended."""
+    cost, own = FEW_ROWS_COST, warps / RESIDENT_WARPS[tiles_of(rows)]
+    beside_none = min(1.0, max(0.0, (own - cost.room) / (cost.no_room - cost.room))) if blocks <= processors else 1.0
+    return beside_none * min(1.0, max(0.0, 2 * blocks / processors - 1))
+
+
+def passes_sums(shape: FewRowsShape, shards: int, rows: int) -> bool:
+    """Whether sums go from block to block as they come, or all are in blocks of whole 128 outputs."""
+    return shards == 1 and (shape.columns % BLOCK_COLUMNS == 0 or rows <= MOST_PASSED_ROWS)
 
 
 def few_plain_rows(x: torch.Tensor, handle: HalfLayer, y: torch.Tensor) -> None:

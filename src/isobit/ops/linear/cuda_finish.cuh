@@ -107,11 +107,9 @@ DEVICE void store_outputs(const Finish& finish, int row, int column, const float
         if (column + i < finish.outputs) out[i] = v[i];
 }
 
-// Rotate one row's block of 128 sums out; v holds those of columns 4 * lane to 4 * lane + 3 of the block.
-DEVICE void finish_block(const Finish& finish, int row, int block, float v[4], int lane) {
+// Rotate one row's block of 128 sums out; v, and scale, hold those of columns 4 * lane to 4 * lane + 3 of the block.
+DEVICE void finish_scaled(const Finish& finish, int row, int block, float v[4], const float scale[4], int lane) {
     const int column = block * ROTATION + 4 * lane;
-    float scale[4];
-    load_halves(finish.scales + column, scale);
     rotate_128(v, lane);
 #pragma unroll
     for (int i = 0; i < 4; i++) {
@@ -119,6 +117,12 @@ DEVICE void finish_block(const Finish& finish, int row, int block, float v[4], i
         if (finish.bias) v[i] = v[i] + finish.bias[column + i];
     }
     store_outputs(finish, row, column, v);
+}
+
+DEVICE void finish_block(const Finish& finish, int row, int block, float v[4], int lane) {
+    float scale[4];
+    load_halves(finish.scales + block * ROTATION + 4 * lane, scale);
+    finish_scaled(finish, row, block, v, scale, lane);
 }
 
 // Count `count` arrivals at a counter by one thread; whether they complete it, which then is 0 again. What others wrote

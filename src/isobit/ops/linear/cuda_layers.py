@@ -17,6 +17,7 @@ LONG_INPUTS, LONG_SHARDS = 4096, 4
 CODEBOOK_NUMBERS = {"3inst": 0, "mcg": 1, "mul1": 2}  # as in trellis.cuh
 MOST_SPLIT_OUTPUTS = 512  # of plain layers that keep what rounding their inputs to half leaves
 MOST_FEW_ROWS = 64
+MOST_PASSED_ROWS = 4  # whose sums a thread block hands to another
 
 
 def trellis_defines(codebook: str, bits: float) -> dict[str, int]:
@@ -53,13 +54,17 @@ class Layer:
 
 @dataclass(frozen=True)
 class TrellisLayer(Layer):
-    """Tiles as stored, int16 [K/16, N/16, 16*bits]; suh, svh float16 [K], [N]; counters: int32 zeros [N/128]."""
+    """Tiles as stored, int16 [K/16, N/16, 16*bits]; suh, svh float16 [K], [N]; counters: int32 zeros [N/128].
+
+    passed: int64 zeros [MOST_PASSED_ROWS, N], in which thread blocks hand over sums; zeros again after every call.
+    """
 
     defines: dict[str, int]
     trellis: torch.Tensor
     suh: torch.Tensor
     svh: torch.Tensor
     counters: torch.Tensor
+    passed: torch.Tensor
 
     @property
     def nbytes(self) -> int:
@@ -114,6 +119,7 @@ def _trellis_layer(weights: Exl3Linear) -> TrellisLayer:
         memory.to_device(np.ascontiguousarray(weights.suh)),
         memory.to_device(np.ascontiguousarray(weights.svh)),
         memory.zeros((weights.n // BLOCK,), torch.int32),
+        memory.zeros((MOST_PASSED_ROWS, weights.n), torch.int64),
     )
 
 

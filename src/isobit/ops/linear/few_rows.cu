@@ -4,8 +4,10 @@
 // inputs each, all at once, and take turns in carrying the chain over them, so that k ascends.
 #include "device.cuh"
 #include "ops/linear/cuda_finish.cuh"
+#include "ops/linear/cuda_passed.cuh"
 #include "ops/linear/cuda_turns.cuh"
 #include "ops/linear/rotate_octet.cuh"
+#include "ops/linear/staged.cuh"
 #include "ops/linear/trellis.cuh"
 
 #ifndef CODEBOOK
@@ -30,21 +32,24 @@ constexpr int MOST_MET = (MOST_WARPS + BLOCK_COLUMNS - 2) / BLOCK_COLUMNS + 1;  
 constexpr int CHUNK_TILES = 8;  // a turn: 128 inputs
 constexpr int EARLY = ROW_TILES == 1 ? 4 : 1;  // quarters of inputs loaded before a turn
 constexpr bool FROM_SHARED = FUSED || SHARED_OPERAND;
-constexpr int WORDS = tile_words(TWICE_BITS);
 constexpr int STAGES = TWICE_BITS <= 8 ? 3 : 2;
-constexpr int CHUNK_WORDS = CHUNK_TILES * WORDS;
+constexpr int CHUNK_WORDS = CHUNK_TILES * tile_words(TWICE_BITS), CHUNK_BYTES = 4 * CHUNK_WORDS;
 constexpr int PIECES = CHUNK_WORDS / 4;  // of 16 bytes
 constexpr int LANE_PIECES = (PIECES + WARP - 1) / WARP;
 
-// The chunks of one warp, staged ahead in a ring. Positions in the trellis are in pieces of 16 bytes.
+// The chunks of one warp, staged ahead in a ring, and how a lane finds its words there. Positions in the trellis are in
+// pieces of 16 bytes.
 struct ChunkRing {
-    unsigned* stages;
-    unsigned position, step;
-    int stage;
+    LanePlace<TWICE_BITS> place;
+    LaneWords<TWICE_BITS> words;
+    unsigned target, position, step, stage;
     unsigned offsets[LANE_PIECES];
 
-    __device__ __forceinline__ ChunkRing(unsigned* stages, int tile_columns, int column, int first, int turns, int lane)
-        : stages(stages), step(CHUNK_TILES * TWICE_BITS * tile_columns * turns), stage(0) {
+    // `first`: the chunk that is staged next; so many of the warp's are before it.
+    __device__ __forceinline__ ChunkRing(const unsigned* stages, int tile_columns, int column, int first, int before,
+                                         int turns, int lane)
+        : place(lane), words(stages, place), target(offset_of(stages + 4 * lane)),
+          step(CHUNK_TILES * TWICE_BITS * tile_columns * turns), stage(before % STAGES * CHUNK_BYTES) {
         const unsigned row_pieces = tile_columns * TWICE_BITS;
         position = first * CHUNK_TILES * row_pieces + column * TWICE_BITS;
 #pragma unroll
@@ -54,68 +59,80 @@ struct ChunkRing {
         }
     }
 
-    __device__ __forceinline__ unsigned* words() const { return stages + stage * CHUNK_WORDS; }
+    // Before a long loop, by a whole warp: have in registers what would be computed again.
+    __device__ __forceinline__ void remember() {
+        place.remember();
+#pragma unroll
+        for (int i = 0; i < LANE_PIECES; i++) offsets[i] = remembered(static_cast<int>(offsets[i]));
+    }
 
     // Stage one chunk more, if there is one, where the current one lies, and go on to the next.
     __device__ __forceinline__ void advance(const uint4* trellis, bool more, int lane) {
         if (more) {
-            unsigned* target = words() + 4 * lane;
 #pragma unroll
             for (int i = 0; i < LANE_PIECES; i++)
                 if (PIECES % WARP == 0 || i * WARP + lane < PIECES)
-                    copy_async_16(target + 4 * WARP * i, trellis + (position + offsets[i]));
+                    stage_piece(target + stage + 16 * WARP * i, trellis + (position + offsets[i]));
         }
         copy_async_commit();
         position += step;
-        stage = stage + 1 == STAGES ? 0 : stage + 1;
+        stage = stage == (STAGES - 1) * CHUNK_BYTES ? 0 : stage + CHUNK_BYTES;
+    }
+
+    template <int NUMBER = 0>
+    __device__ __forceinline__ void decode_from(unsigned fragments[CHUNK_TILES][4]) const {
+        decode_window<CODEBOOK>(words.template window<NUMBER>(stage, place.shift), fragments[NUMBER]);
+        if constexpr (NUMBER + 1 < CHUNK_TILES) decode_from<NUMBER + 1>(fragments);
+    }
+
+    // Decode the next chunk, and stage one chunk more.
+    __device__ __forceinline__ void decode(unsigned fragments[CHUNK_TILES][4], const uint4* trellis, bool more,
+                                           int lane) {
+        copy_async_wait<STAGES - 1>();
+        __syncwarp();
+        decode_from(fragments);
+        __syncwarp();
+        advance(trellis, more, lane);
     }
 };
 
-// The chains of 16 outputs and 8 rows each: registers c of the products.
-struct Chains {
-    float c[ROW_TILES][4];
-};
-
-// A chunk's inputs of the rows: what the B operand of two tiles takes, `stride` uint4 from one 32 inputs to the next.
+// A chunk's inputs of the rows: what the B operand of two tiles takes, `stride` bytes from one 32 inputs to the next.
 struct Operand {
-    const uint4* inputs;
-    int stride;
+    const unsigned char* inputs;  // where they are not in shared memory
+    unsigned stride;
+    unsigned places[ROW_TILES];
 
-    __device__ __forceinline__ uint4 at(int quarter, int place) const { return inputs[quarter * stride + place]; }
+    __device__ __forceinline__ uint4 at(int quarter, int tile) const {
+        const unsigned place = places[tile] + quarter * stride;
+        if constexpr (FROM_SHARED) return four_at<0>(place);
+        return *reinterpret_cast<const uint4*>(inputs + place);
+    }
+    __device__ __forceinline__ void skip(unsigned bytes) {
+#pragma unroll
+        for (int tile = 0; tile < ROW_TILES; tile++) places[tile] += bytes;
+    }
 };
 
-DEVICE void load_early(uint4 early[EARLY][ROW_TILES], const Operand& operand, const int places[ROW_TILES]) {
+DEVICE void load_early(uint4 early[EARLY][ROW_TILES], const Operand& operand) {
 #pragma unroll
     for (int quarter = 0; quarter < EARLY; quarter++)
 #pragma unroll
-        for (int tile = 0; tile < ROW_TILES; tile++) early[quarter][tile] = operand.at(quarter, places[tile]);
+        for (int tile = 0; tile < ROW_TILES; tile++) early[quarter][tile] = operand.at(quarter, tile);
 }
 
 // Carry the chains over one chunk; early: the operand's first quarters, already here.
-DEVICE void carry(Chains& chains, const unsigned fragments[CHUNK_TILES][4], const uint4 early[EARLY][ROW_TILES],
-                  const Operand& operand, const int places[ROW_TILES]) {
+DEVICE void carry(float chains[ROW_TILES][4], const unsigned fragments[CHUNK_TILES][4],
+                  const uint4 early[EARLY][ROW_TILES], const Operand& operand) {
 #pragma unroll
     for (int quarter = 0; quarter < CHUNK_TILES / 2; quarter++) {
 #pragma unroll
         for (int tile = 0; tile < ROW_TILES; tile++) {
-            const uint4 pairs = quarter < EARLY ? early[quarter][tile] : operand.at(quarter, places[tile]);
+            const uint4 pairs = quarter < EARLY ? early[quarter][tile] : operand.at(quarter, tile);
             const unsigned even[2] = {pairs.x, pairs.y}, odd[2] = {pairs.z, pairs.w};
-            mma_16x8x16(chains.c[tile], fragments[2 * quarter], even);
-            mma_16x8x16(chains.c[tile], fragments[2 * quarter + 1], odd);
+            mma_16x8x16(chains[tile], fragments[2 * quarter], even);
+            mma_16x8x16(chains[tile], fragments[2 * quarter + 1], odd);
         }
     }
-}
-
-// Decode the chunk that the ring has next, and stage one chunk more.
-DEVICE void decode_chunk(unsigned fragments[CHUNK_TILES][4], ChunkRing& ring, const LanePlace<TWICE_BITS>& place,
-                         const uint4* trellis, bool more, int lane) {
-    copy_async_wait<STAGES - 1>();
-    __syncwarp();
-#pragma unroll
-    for (int tile = 0; tile < CHUNK_TILES; tile++)
-        decode_fragment<CODEBOOK, TWICE_BITS>(ring.words() + tile * WORDS, place, fragments[tile]);
-    __syncwarp();
-    ring.advance(trellis, more, lane);
 }
 
 // Ask early for the scales of this block's inputs and outputs.
@@ -128,8 +145,9 @@ DEVICE void fetch_scales(const half_bits* input_scales, int first_input, int inp
 }
 
 // One layer of a launch. x: float [rows, inputs], or, where not FUSED, what rotate_few made of it. values: float
-// [shards, rows, 16 * columns], written and read here. counters: zeros, one a block of 128 outputs. Both are not used by
-// a launch of one shard whose blocks have 8 columns each. first_block: of the launch's, which are its layers' in turn.
+// [shards, rows, 16 * columns], written and read here, with counters: zeros, one a block of 128 outputs. No values: only
+// of one shard; sums go from block to block by way of passed: zeros [rows or more, 16 * columns], of which blocks of
+// whole 128 outputs use none. first_block: of the launch's, which are its layers' in turn.
 struct Layer {
     const uint4* trellis;
     const half_bits* input_scales;
@@ -138,6 +156,7 @@ struct Layer {
     const void* x;
     float* values;
     int* counters;
+    uint64* passed;
     float* y;
     int64 columns, outputs, first_block;
 };
@@ -180,18 +199,29 @@ DEVICE void finish_blocks(const Sums& sums, const Finish& finish, int* counters,
     }
 }
 
-// Rotate out the block of 128 outputs whose 8 columns this thread block has: `chains` as its warps hand them over.
-DEVICE void finish_own_block(const float* chains, const Finish& finish, int block, int rows, int warp, int warps,
-                             int lane) {
+// Rotate out the blocks of 128 outputs whose last column this thread block has: `chains` as its warps hand them over,
+// sums of the columns before its own from those who pass them, which are blocks that begin no later.
+DEVICE void finish_own_blocks(const float* chains, uint64* passed, const Finish& finish, int first, int count, int rows,
+                              int outputs, int warp, int warps, int lane) {
+    const int first_block = first / BLOCK_COLUMNS, owned = (first + count) / BLOCK_COLUMNS - first_block;
     __syncthreads();
-    for (int row = warp; row < rows; row += warps) {
-        // Outputs 4 * lane on, of a column the 16 / 4 of four lanes: the C operand's register 2 * (output / 8) + row % 2
-        // of lane 4 * (output % 8) + row % 8 / 2.
-        const float* at = chains + ((lane / 4 * ROW_TILES + row / 8) * WARP + lane % 2 * 16 + row % 8 / 2) * 4;
-        float v[4];
+#pragma unroll 1
+    for (int unit = warp; unit < owned * rows; unit += warps) {
+        const int own = rows == 1 ? unit : unit / rows, row = unit - own * rows, block = first_block + own;
+        const int output = block * ROTATION + 4 * lane, column = output / TILE - first;
+        float scale[4], v[4];
+        load_halves(finish.scales + output, scale);
+        if (column < 0) {
+            take_sums(passed + static_cast<int64>(row) * outputs + output, v);
+        } else {
+            // Outputs 4 * lane on, of a column the 16 / 4 of four lanes: the C operand's register 2 * (output / 8) +
+            // row % 2 of lane 4 * (output % 8) + row % 8 / 2.
+            const float* at = chains + ((column * ROW_TILES + row / 8) * WARP + lane % 2 * 16 + row % 8 / 2) * 4;
 #pragma unroll
-        for (int i = 0; i < 4; i++) v[i] = at[16 * i + lane % 4 / 2 * 2 + row % 2];
-        finish_block(finish, row, block, v, lane);
+            for (int i = 0; i < 4; i++) v[i] = at[16 * i + lane % 4 / 2 * 2 + row % 2];
+        }
+        __syncwarp();
+        finish_scaled(finish, row, block, v, scale, lane);
     }
 }
 
@@ -203,6 +233,7 @@ few_rows(const __grid_constant__ Layers layers, int chunks, int rows, int inputs
     __shared__ uint64 barriers[MOST_WARPS];
     const int lane = remembered(threadIdx.x), turn = threadIdx.y, own_column = threadIdx.z;
     const int turns = blockDim.y, columns = blockDim.z, warp = own_column * turns + turn, warps = columns * turns;
+    const int thread = warp * WARP + lane;
     const Layer& layer = layers.at[layer_of_block(layers, blockIdx.x)];
     const uint4* trellis = layer.trellis;
     const int tile_columns = layer.columns;
@@ -212,86 +243,101 @@ few_rows(const __grid_constant__ Layers layers, int chunks, int rows, int inputs
     const int first_chunk = first_chunk_of(shard, shards, chunks);
     const int last_chunk = first_chunk_of(shard + 1, shards, chunks);
 
-    unsigned* stages = shared + warp * STAGES * CHUNK_WORDS;
-    ChunkRing ring(stages, tile_columns, column, first_chunk + turn, turns, lane);
+    const unsigned* stages = shared + warp * STAGES * CHUNK_WORDS;
+    const int own_first = first_chunk + turn;
     const bool real = column < tile_columns;
-#pragma unroll
-    for (int stage = 0; stage < STAGES; stage++)
-        ring.advance(trellis, real && first_chunk + turn + stage * turns < last_chunk, lane);
-    const int thread = warp * WARP + lane;
-    begin_passing(barriers + warp, lane);
-    fetch_scales(layer.input_scales, first_chunk * ROTATION, (last_chunk - first_chunk) * ROTATION,
-                 layer.output_scales, first_column * TILE, count * TILE, thread);
-
-    LanePlace<TWICE_BITS> place(lane);
     unsigned fragments[CHUNK_TILES][4];
-    if (real) decode_chunk(fragments, ring, place, trellis, first_chunk + turn + STAGES * turns < last_chunk, lane);
+    {
+        ChunkRing ring(stages, tile_columns, column, own_first, 0, turns, lane);
+#pragma unroll
+        for (int stage = 0; stage < STAGES; stage++)
+            ring.advance(trellis, real && own_first + stage * turns < last_chunk, lane);
+        begin_passing(barriers + warp, lane);
+        fetch_scales(layer.input_scales, first_chunk * ROTATION, (last_chunk - first_chunk) * ROTATION,
+                     layer.output_scales, first_column * TILE, count * TILE, thread);
+        if (real) ring.decode(fragments, trellis, own_first + STAGES * turns < last_chunk, lane);
+    }
 
     await_inputs();
     float4* handed = reinterpret_cast<float4*>(shared + warps * STAGES * CHUNK_WORDS);
     uint4* own_inputs = reinterpret_cast<uint4*>(handed + columns * ROW_TILES * WARP);
     const uint4* rotated = static_cast<const uint4*>(layer.x) + first_chunk * 16 * rows;
 #if FUSED
-    rotate_units(reinterpret_cast<unsigned*>(own_inputs), static_cast<const float*>(layer.x), layer.input_scales,
-                 first_chunk, 0, rows * (last_chunk - first_chunk), rows, inputs, whole, thread, warps * WARP);
+    const int units = rows * (last_chunk - first_chunk);
+    const float* x = static_cast<const float*>(layer.x);
+    unsigned* pairs = reinterpret_cast<unsigned*>(own_inputs);
+    if (units <= 2 * warps)
+        rotate_few_units(pairs, x, layer.input_scales, first_chunk, units, rows, inputs, whole, warp, warps, lane);
+    else
+        rotate_units(pairs, x, layer.input_scales, first_chunk, 0, units, rows, inputs, whole, thread, warps * WARP);
 #elif SHARED_OPERAND
 #pragma unroll 4
     for (int i = thread; i < (last_chunk - first_chunk) * 16 * rows; i += warps * WARP) own_inputs[i] = rotated[i];
 #endif
-    if (FROM_SHARED) rotated = own_inputs;
     __syncthreads();
-    const bool has_block = shards == 1 && columns == BLOCK_COLUMNS;
+    const bool passes = layer.values == nullptr;
     if (real) {
-        int places[ROW_TILES];
+        // Made anew: the rotation has no registers for it.
+        const int own_lane = remembered(threadIdx.x);
+        ChunkRing ring(stages, tile_columns, column, own_first + (STAGES + 1) * turns, STAGES + 1, turns, own_lane);
+        ring.remember();
+        Operand operand = {reinterpret_cast<const unsigned char*>(rotated), 64u * rows};
 #pragma unroll
-        for (int tile = 0; tile < ROW_TILES; tile++)
-            places[tile] = smaller(8 * tile + lane / 4, rows - 1) * 4 + lane % 4;
-        // What the rotation had no registers for.
-        float4* own_handed = handed + remembered(own_column * ROW_TILES * WARP + lane);
+        for (int tile = 0; tile < ROW_TILES; tile++) {
+            const int place = smaller(8 * tile + own_lane / 4, rows - 1) * 4 + own_lane % 4 + turn * 16 * rows;
+            operand.places[tile] = FROM_SHARED ? offset_of(own_inputs + place) : 16 * place;
+        }
+        const unsigned own_handed = offset_of(handed + own_column * ROW_TILES * WARP + own_lane);
         const PassedBarrier own_barrier = passed_barrier(barriers + warp);
         const PassedBarrier next_barrier = passed_barrier(barriers + (turn + 1 == turns ? warp - turn : warp + 1));
-        place.remember();
-        Operand operand = {rotated + turn * 16 * rows, 4 * rows};
         uint4 early[EARLY][ROW_TILES];
-        if (!FROM_SHARED) load_early(early, operand, places);
-        int round = turn == 0 ? 0 : 1;
+        if (!FROM_SHARED) load_early(early, operand);
+        float chains[ROW_TILES][4];
+        int round = turn == 0 ? 0 : 1, chunk = own_first;
 #pragma unroll 1
-        for (int chunk = first_chunk + turn;; chunk += turns, round++) {
+        for (;; chunk += turns, round++) {
             // From shared memory they come in time, and decoding has more registers.
-            if (FROM_SHARED) load_early(early, operand, places);
-            Chains chains = {};
+            if (FROM_SHARED) load_early(early, operand);
+#pragma unroll
+            for (int tile = 0; tile < ROW_TILES; tile++)
+#pragma unroll
+                for (int i = 0; i < 4; i++) chains[tile][i] = 0.0f;
             if (chunk > first_chunk) {
                 wait_for_pass(own_barrier, round);
 #pragma unroll
                 for (int tile = 0; tile < ROW_TILES; tile++) {
-                    const float4 c = own_handed[tile * WARP];
-                    chains.c[tile][0] = c.x, chains.c[tile][1] = c.y, chains.c[tile][2] = c.z, chains.c[tile][3] = c.w;
+                    const uint4 c = four_at<0>(own_handed + 16 * WARP * tile);
+                    chains[tile][0] = float_of(c.x), chains[tile][1] = float_of(c.y);
+                    chains[tile][2] = float_of(c.z), chains[tile][3] = float_of(c.w);
                 }
             }
-            carry(chains, fragments, early, operand, places);
-            operand.inputs += turns * 16 * rows;
-            const bool is_last = chunk + 1 == last_chunk;
-            if (is_last && !has_block) {
-                float* values = layer.values + static_cast<int64>(shard) * rows * tile_columns * TILE;
-                store_column(chains.c, values, rows, tile_columns * TILE, column * TILE, lane);
-                break;
-            }
+            carry(chains, fragments, early, operand);
+            operand.skip(turns * 4 * operand.stride);
+            if (chunk + 1 == last_chunk) break;
 #pragma unroll
-            for (int tile = 0; tile < ROW_TILES; tile++) {
-                const float* c = chains.c[tile];
-                own_handed[tile * WARP] = make_float4(c[0], c[1], c[2], c[3]);
-            }
-            if (is_last) break;
-            pass(next_barrier, lane);
+            for (int tile = 0; tile < ROW_TILES; tile++) store_four(own_handed + 16 * WARP * tile, chains[tile]);
+            pass(next_barrier, own_lane);
             if (chunk + turns >= last_chunk) break;
-            if (!FROM_SHARED) load_early(early, operand, places);
-            decode_chunk(fragments, ring, place, trellis, chunk + (STAGES + 1) * turns < last_chunk, lane);
+            if (!FROM_SHARED) load_early(early, operand);
+            ring.decode(fragments, trellis, chunk + (STAGES + 1) * turns < last_chunk, own_lane);
+        }
+        if (chunk + 1 == last_chunk) {
+            const int width = tile_columns * TILE;
+            if (!passes) {
+                store_column(chains, layer.values + static_cast<int64>(shard) * rows * width, rows, width,
+                             column * TILE, own_lane);
+            } else if (column / BLOCK_COLUMNS >= (first_column + count) / BLOCK_COLUMNS) {
+                pass_column(chains, layer.passed, rows, width, column * TILE, own_lane);
+            } else {
+#pragma unroll
+                for (int tile = 0; tile < ROW_TILES; tile++) store_four(own_handed + 16 * WARP * tile, chains[tile]);
+            }
         }
     }
     const Finish finish = {layer.output_scales, layer.bias, layer.y, static_cast<int>(layer.outputs)};
-    if (has_block) {
-        finish_own_block(reinterpret_cast<const float*>(handed), finish, first_column / BLOCK_COLUMNS, rows, warp,
-                         warps, lane);
+    if (passes) {
+        finish_own_blocks(reinterpret_cast<const float*>(handed), layer.passed, finish, first_column, count, rows,
+                          tile_columns * TILE, warp, warps, lane);
         return;
     }
     const Sums sums = {layer.values, shards, rows, tile_columns * TILE};

@@ -5,6 +5,7 @@
 // column's chains wait in shared memory for whichever warp is dealt the lower.
 #include "device.cuh"
 #include "ops/linear/cuda_finish.cuh"
+#include "ops/linear/staged.cuh"
 #include "ops/linear/trellis.cuh"
 
 #ifndef CODEBOOK
@@ -30,43 +31,6 @@ constexpr int PIECES = CHUNK_TILES * TWICE_BITS;  // of 16 bytes
 constexpr int LANE_PIECES = (PIECES + WARP - 1) / WARP;
 
 static_assert(CHUNK_TILES % GROUP_TILES == 0, "a chunk must be whole groups");
-
-// Memory of a block by byte offsets, which stay in registers.
-DEVICE unsigned offset_of(const void* shared) {
-#ifdef EMULATED
-    return static_cast<unsigned>(static_cast<const unsigned char*>(shared) - emulator::dynamic_shared);
-#else
-    return kept(shared_address(shared));
-#endif
-}
-template <int AHEAD>
-DEVICE unsigned word_at(unsigned offset) {
-#ifdef EMULATED
-    return *reinterpret_cast<const unsigned*>(emulator::dynamic_shared + offset + AHEAD);
-#else
-    unsigned word;
-    asm volatile("ld.shared.u32 %0, [%1+%2];" : "=r"(word) : "r"(offset), "n"(AHEAD));
-    return word;
-#endif
-}
-template <int AHEAD>
-DEVICE uint4 four_at(unsigned offset) {
-#ifdef EMULATED
-    return *reinterpret_cast<const uint4*>(emulator::dynamic_shared + offset + AHEAD);
-#else
-    uint4 v;
-    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4+%5];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(offset), "n"(AHEAD));
-    return v;
-#endif
-}
-DEVICE void stage_piece(unsigned offset, const uint4* global) {
-#ifdef EMULATED
-    copy_async_16(emulator::dynamic_shared + offset, global);
-#else
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(offset), "l"(global) : "memory");
-#endif
-}
 
 // The counter's number before, one higher after.
 DEVICE int drawn(int* counter) {
@@ -180,21 +144,9 @@ DEVICE void finish_column(const Sums& sums, const Finish& finish, int* counters,
     }
 }
 
-// Where a lane finds the words of its window, of the first tile that is staged.
-struct LaneWords {
-    unsigned first, second, third;
-
-    template <int TILE_OF_GROUP>
-    __device__ __forceinline__ Window<TWICE_BITS> window(unsigned stage, unsigned shift) const {
-        constexpr int ahead = TILE_OF_GROUP * WORDS * 4;
-        const unsigned last = Window<TWICE_BITS>::by_ends ? 0 : word_at<ahead>(third + stage);
-        return {word_at<ahead>(first + stage), word_at<ahead>(second + stage), last, shift};
-    }
-};
-
 // Carry the chains over two tiles, the PAIR-th of a group.
 template <int PAIR>
-DEVICE void carry_two(float chains[ROW_TILES][4], const LaneWords& words, unsigned stage, unsigned shift,
+DEVICE void carry_two(float chains[ROW_TILES][4], const LaneWords<TWICE_BITS>& words, unsigned stage, unsigned shift,
                       unsigned operand) {
     uint4 pairs[ROW_TILES];
 #pragma unroll
@@ -248,8 +200,7 @@ few_rows_dealt(const uint4* __restrict__ trellis, const uint4* operand, float* v
     __syncthreads();
 
     const LanePlace<TWICE_BITS> place(lane);
-    const LaneWords words = {offset_of(stages + place.first), offset_of(stages + place.second),
-                             Window<TWICE_BITS>::by_ends ? 0 : offset_of(stages + place.third)};
+    const LaneWords<TWICE_BITS> words(stages, place);
     const unsigned own_place = offset_of(own_operand + (OPERAND_ROWS == 1 ? lane % 4 : lane));
     const Sums sums = {values, 1, rows, tile_columns * TILE};
     const Finish finish = {output_scales, bias, y, outputs};
