@@ -270,7 +270,7 @@ def read_few(q_gate, selection: Selection, handle: Attention, cache: AttentionCa
     )  # fmt: skip
     kernels.load(f"{FOLDER}/read_few.cu", "merge_parts", **macros)(
         (sizes.heads, at.rows), min(_rounded(sizes.head_dim, WARP), MOST_THREADS), sums, edges, parts, q_gate,
-        q_gate.stride(0), at.positions, selection.counts, out, shared=12 * parts, early=True,
+        q_gate.stride(0), at.positions, selection.counts, out, shared=20 * parts, early=True,
     )  # fmt: skip
     return out
 
