@@ -227,7 +227,9 @@ def test_any_number_of_parts_is_merged_in_order(both, found):
 @pytest.mark.parametrize("sharing", [100, 200])
 def test_a_threshold_among_keys_of_equal_first_bits_is_exact(sharing):
     rng = np.random.default_rng(sharing)
-    scores = np.concatenate([np.full(150, 0.25), 1 + rng.integers(0, 40, sharing) * 2.0**-23, np.full(90, 4)]).astype(f32)
+    scores = np.concatenate([np.full(150, 0.25), 1 + rng.integers(0, 40, sharing) * 2.0**-23, np.full(90, 4)]).astype(
+        f32
+    )
     for kept in (91, 120, 90 + sharing - 1):
         check_choices(rng.permutation(scores)[None], (len(scores),), kept, 512)
 
