@@ -80,6 +80,7 @@ def run_layers() -> None:
     case = next(case for case in op.cases(rng, full=False) if case.label.endswith("halves, writes: True"))
     for implementation in op.implementations:
         op.call(implementation, case, op.begin(case), together(case)[0])
+    op.call("few_rows", case, op.begin(case), together(case)[0][:1])
 
 
 @pytest.mark.usefixtures("cuda_compiler")

@@ -231,6 +231,19 @@ def test_route_chooses_any_number_among_many_equals(chosen):
         assert memory.to_host(weights).tobytes() == expected[1].tobytes()
 
 
+def test_route_breaks_ties_that_only_the_division_by_the_sum_makes():
+    rng = np.random.default_rng(5)
+    logits = rng.uniform(-9, -1, (64, 512)).astype(np.float32)
+    for row in logits:
+        near = rng.choice(512, 22, replace=False)
+        row[near] = np.float32(0.5) + rng.integers(0, 9, 22).astype(np.float32) * np.float32(2**-24)
+    ids, weights = cuda.route(memory.to_device(logits), 10, False)
+    expected_ids, expected_weights = cpu.route(logits, 10, False)
+    assert len(np.unique(np.sort(logits)[:, -10:])) > len(np.unique(expected_weights[0])) > 1
+    assert memory.to_host(ids).tobytes() == expected_ids.tobytes()
+    assert memory.to_host(weights).tobytes() == expected_weights.tobytes()
+
+
 def test_route_refuses_more_than_there_are():
     with pytest.raises(ValueError, match="9 of 8"):
         cuda.route(memory.zeros((1, 8)), 9, True)

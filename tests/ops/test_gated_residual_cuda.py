@@ -181,9 +181,11 @@ def test_gates_of_a_write_and_the_read_after_it(gate):
         assert GATES[gate](op, "joined", case, np.random.default_rng(3), Sizes((9,), 0)) is None
 
 
+# Sites whose layers are read whole, and sites whose layers are not halves.
+@pytest.mark.parametrize("place", [-2, 0])
 @pytest.mark.parametrize("rows", [3, 66])
-def test_a_write_and_read_of_few_and_of_many_rows_give_the_bytes_of_two_calls(rows):
-    case = cases_of(cuda_contract.GatedWriteRead(), wide=False)[-2]
+def test_a_write_and_read_of_few_and_of_many_rows_give_the_bytes_of_two_calls(rows, place):
+    case = cases_of(cuda_contract.GatedWriteRead(), wide=False)[place]
     plan = [Span(row % len(case.rows), 0, 1) for row in range(rows)]
     op = cuda_contract.GatedWriteRead()
     apart, joined = (op.call(how, case, op.begin(case), plan) for how in op.implementations)

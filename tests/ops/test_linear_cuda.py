@@ -165,9 +165,13 @@ def test_layers_of_one_launch_have_the_bytes_of_each_alone(rows, columns, fused,
         random_trellis(rng, 300, 128, "mul1", 3),
         random_trellis(rng, 300, 200, "mul1", 4),
         random_trellis(rng, 300, 140, "mul1", 3),
+        random_plain(rng, 300, 16, "float16"),
+        random_plain(rng, 300, 520, "float16"),
+        random_plain(rng, 300, 70, "float32"),
+        random_plain(rng, 300, 5, "float16"),
     ]
     handles = [cuda.prepare_linear(layer) for layer in weights]
-    assert sorted(cuda.groups_of(handles)) == [(0, 2, 4), (1,), (3,)]
+    assert sorted(cuda.groups_of(handles)) == [(0, 2, 4), (1, 5, 8), (3,), (6,), (7,)]
     x = memory.to_device(adversarial_rows(rng, rows, 300))
     alone = [memory.to_host(cuda.linear(x, handle)).tobytes() for handle in handles]
     monkeypatch.setattr(cuda, "few_rows_shape", lambda *sizes: cuda.FewRowsShape(columns, 3, fused))

@@ -199,6 +199,41 @@ def test_reads_as_defined_rounding_by_rounding(both, how, processors, monkeypatc
         assert y.reshape(layer.heads, -1)[head].tobytes() == expected.astype(f32).tobytes(), f"head {head}"
 
 
+@pytest.mark.parametrize("found", [1, 20, 21, 43])
+def test_any_number_of_parts_is_merged_in_order(both, found):
+    parts, rng = 43, np.random.default_rng(found)
+    heads, dim, block = both.layer.heads, both.layer.head_dim, both.layer.block
+    sums = rng.standard_normal((heads, parts, dim)).astype(f32)
+    edges = np.abs(rng.standard_normal((heads, parts, 2))).astype(f32)
+    sums[:, found:], edges[:, found:] = np.nan, np.nan
+    q_gate = rng.standard_normal((heads, 2, dim)).astype(f32)
+    staging, out = cuda.FEW, memory.empty((heads, dim))
+    macros = cuda._reading_macros(both.handle, staging)
+    shared = cuda._part_bytes(both.handle.sizes, staging)
+    count, position = np.array([found * 128 // block - 1], np.int32), np.array([2], np.int32)
+    kernels.load("ops/sparse_attention/read_few.cu", "merge_parts", **macros, SCRATCH_BYTES=shared)(
+        (heads, 1), 64, memory.to_device(sums), memory.to_device(edges), parts, memory.to_device(q_gate),
+        q_gate[0].size * heads, memory.to_device(position), memory.to_device(count), out, shared=20 * parts,
+    )  # fmt: skip
+    for head in range(heads):
+        merged = edges[head, 0, 0], edges[head, 0, 1], sums[head, 0]
+        for part in range(1, found):
+            merged = plain_merge(merged, (edges[head, part, 0], edges[head, part, 1], sums[head, part]))
+        gates = np.array([plain.sigmoid(x) for x in q_gate[head, 1]], f32)
+        expected = merged[2] * f32(2**-15) / merged[1] * gates
+        assert memory.to_host(out)[head].tobytes() == expected.astype(f32).tobytes(), f"head {head}"
+
+
+@pytest.mark.parametrize("sharing", [100, 200])
+def test_a_threshold_among_keys_of_equal_first_bits_is_exact(sharing):
+    rng = np.random.default_rng(sharing)
+    scores = np.concatenate([np.full(150, 0.25), 1 + rng.integers(0, 40, sharing) * 2.0**-23, np.full(90, 4)]).astype(
+        f32
+    )
+    for kept in (91, 120, 90 + sharing - 1):
+        check_choices(rng.permutation(scores)[None], (len(scores),), kept, 512)
+
+
 def test_any_cut_of_the_rows_gives_the_bytes_of_serial_rows(both):
     spans, rows = ((0, 250, 8), (1, 2, 3), (0, 300, 4)), both.layer.rows(15)
     whole = both.batch(*spans)

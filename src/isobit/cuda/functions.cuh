@@ -50,31 +50,6 @@ DEVICE float inverse_from_one_to_two(float d) {
 #endif
 }
 
-// values[i] / d, correctly rounded, for values from +0 on: where none is tiny they share 1 / d and are corrected twice,
-// so that they overlap.
-template <int N>
-DEVICE void divide_all(float (&values)[N], float d) {
-    float least = 1.0f, most = 0.0f;
-#pragma unroll
-    for (int i = 0; i < N; i++) {
-        const float size = values[i] == 0.0f ? 1.0f : values[i];
-        least = smaller(least, size);
-        most = larger(most, size);
-    }
-    if (least >= 0x1p-80f && most <= 0x1p80f && d >= 1.0f && d <= 0x1p20f) {
-        const float inverse = 1.0f / d;
-#pragma unroll
-        for (int i = 0; i < N; i++) {
-            const float first = values[i] * inverse;
-            const float second = fma32(fma32(-d, first, values[i]), inverse, first);
-            values[i] = fma32(fma32(-d, second, values[i]), inverse, second);
-        }
-    } else {
-#pragma unroll
-        for (int i = 0; i < N; i++) values[i] = values[i] / d;
-    }
-}
-
 // (numerator + rest) / (1 + e) for 0 <= e <= 1.
 DEVICE float divide_by_one_plus(float numerator, float rest, float e) {
     const float d = 1.0f + e;

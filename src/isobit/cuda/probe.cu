@@ -14,16 +14,6 @@ extern "C" __global__ void scalars(const float* x, float* y, int count) {
     out[5] = float_of_half(half_of(v));
 }
 
-// y [count, 4] = x [count, 4] / d [count].
-extern "C" __global__ void quotients(const float* x, const float* d, float* y, int count) {
-    const int i = blockIdx.x * blockDim.x + threadIdx.x;
-    if (i >= count) return;
-    float values[4];
-    for (int j = 0; j < 4; j++) values[j] = x[4 * i + j];
-    divide_all(values, d[i]);
-    for (int j = 0; j < 4; j++) y[4 * i + j] = values[j];
-}
-
 extern "C" __global__ void doubles(const double* x, double* y, int count) {
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= count) return;

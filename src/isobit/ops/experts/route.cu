@@ -4,9 +4,11 @@
 constexpr int PER_LANE = (COUNT + WARP - 1) / WARP;  // expert 32 j + lane is value j of that lane
 constexpr int MOST_WARPS = 4;
 constexpr int ABSENT = -1;  // below every probability's bits
+constexpr float BELOW_ROUNDING = 0x1.ffffep-1f;  // what is smaller by this factor is so after a rounded division
+constexpr float LEAST_DIVIDED = 0x1p-100f;       // and that from here on, by at most COUNT, gives no subnormal
 
 struct Choice { int ids[CHOSEN]; float probabilities[CHOSEN]; };
-struct Candidates { int ids[WARP]; float probabilities[WARP]; };
+struct Candidates { int ids[WARP]; float values[WARP]; };
 
 // Of a row without NaN; with one, every probability is NaN whatever this gives.
 DEVICE float largest_of(const float values[PER_LANE]) {
@@ -18,8 +20,8 @@ DEVICE float largest_of(const float values[PER_LANE]) {
     return largest;
 }
 
-// Softmax in float32: maximum, exponentials, lane sum, one division each.
-DEVICE void softmax(float (&values)[PER_LANE], int lane) {
+// Values become exponentials; returns their sum, by which softmax divides each.
+DEVICE float exponentials(float (&values)[PER_LANE], int lane) {
     const float largest = largest_of(values);
     float sum = 0.0f;
 #pragma unroll
@@ -27,7 +29,7 @@ DEVICE void softmax(float (&values)[PER_LANE], int lane) {
         values[j] = exp32(values[j] - largest);
         if (WARP * j + lane < COUNT) sum = sum + values[j];
     }
-    divide_all(values, lane_sum(sum));
+    return lane_sum(sum);
 }
 
 // A probability's rank as a whole number; NaN, which a row has everywhere or nowhere, gives ties.
@@ -48,9 +50,9 @@ DEVICE int rank_of(int key, int lane) {
     return rank;
 }
 
-// Put what is marked into `ids` and `probabilities` by ascending id, as far as `room` goes; returns how many there are.
+// Put what is marked into `ids` and `found` by ascending id, as far as `room` goes; returns how many there are.
 DEVICE int gather(const bool marked[PER_LANE], const float values[PER_LANE], int lane, int room, int* ids,
-                  float* probabilities) {
+                  float* found) {
     int count = 0;
 #pragma unroll
     for (int j = 0; j < PER_LANE; j++) {
@@ -58,30 +60,31 @@ DEVICE int gather(const bool marked[PER_LANE], const float values[PER_LANE], int
         const int place = count + popcount(lanes & lanes_below(lane));
         if (marked[j] && place < room) {
             ids[place] = WARP * j + lane;
-            probabilities[place] = values[j];
+            found[place] = values[j];
         }
         count += popcount(lanes);
     }
     return count;
 }
 
-// At least CHOSEN values are as large as the CHOSEN-th largest of the lanes' best: rank those, if they fit a warp.
-DEVICE bool choose_of_few(const float values[PER_LANE], const int keys[PER_LANE], int lane, Candidates& candidates,
-                          Choice& choice) {
+// At least CHOSEN exponentials are as large as the CHOSEN-th largest of the lanes' best. Divided by `total`, all that are
+// smaller by more than rounding stay smaller, unless quotients are tiny: divide and rank the others, if they fit a warp.
+DEVICE bool choose_of_few(const float values[PER_LANE], float total, int lane, Candidates& candidates, Choice& choice) {
     if (CHOSEN > WARP) return false;
-    int best = keys[0];
+    float best = values[0];
 #pragma unroll
-    for (int j = 1; j < PER_LANE; j++) best = larger(best, keys[j]);
-    const unsigned last = ballot(rank_of(best, lane) == CHOSEN - 1);
-    const int least = shuffle(best, 31 - leading_zeros(last));
+    for (int j = 1; j < PER_LANE; j++) best = larger(best, values[j]);
+    const unsigned last = ballot(rank_of(key_of(best), lane) == CHOSEN - 1);
+    const float least = shuffle(best, 31 - leading_zeros(last)) * BELOW_ROUNDING;
+    if (total != total || !(least >= LEAST_DIVIDED)) return false;
     bool marked[PER_LANE];
 #pragma unroll
-    for (int j = 0; j < PER_LANE; j++) marked[j] = keys[j] >= least && keys[j] != ABSENT;
-    const int count = gather(marked, values, lane, WARP, candidates.ids, candidates.probabilities);
+    for (int j = 0; j < PER_LANE; j++) marked[j] = values[j] >= least;
+    const int count = gather(marked, values, lane, WARP, candidates.ids, candidates.values);
     __syncwarp();
-    if (count > WARP || count < CHOSEN) return false;
+    if (count > WARP) return false;
     const bool filled = lane < count;
-    const float probability = filled ? candidates.probabilities[lane] : 0.0f;
+    const float probability = filled ? candidates.values[lane] / total : 0.0f;
     const bool chosen = rank_of(filled ? key_of(probability) : ABSENT, lane) < CHOSEN;
     const int place = popcount(ballot(chosen) & lanes_below(lane));
     if (chosen) {
@@ -91,11 +94,16 @@ DEVICE bool choose_of_few(const float values[PER_LANE], const int keys[PER_LANE]
     return true;
 }
 
-// The largest key left, CHOSEN times, ties to the lower id.
-DEVICE void choose_one_by_one(const float values[PER_LANE], int keys[PER_LANE], int lane, Choice& choice) {
+// The largest probability left, CHOSEN times, ties to the lower id.
+DEVICE void choose_one_by_one(float (&values)[PER_LANE], float total, int lane, Choice& choice) {
+    int keys[PER_LANE];
     bool taken[PER_LANE];
 #pragma unroll
-    for (int j = 0; j < PER_LANE; j++) taken[j] = false;
+    for (int j = 0; j < PER_LANE; j++) {
+        values[j] = values[j] / total;
+        keys[j] = WARP * j + lane < COUNT ? key_of(values[j]) : ABSENT;
+        taken[j] = false;
+    }
     for (int i = 0; i < CHOSEN; i++) {
         int best = ABSENT - 1, id = 0;
 #pragma unroll
@@ -142,17 +150,14 @@ extern "C" __global__ void route(const float* logits, int* ids, float* weights, 
     const float* source = logits + static_cast<int64>(row) * COUNT;
     const float minus_infinity = float_of(0xff800000u);
     float values[PER_LANE];
-    int keys[PER_LANE];
 #pragma unroll
     for (int j = 0; j < PER_LANE; j++) {
         const int i = WARP * j + lane;
         values[j] = i < COUNT ? source[i] : minus_infinity;
     }
-    softmax(values, lane);
-#pragma unroll
-    for (int j = 0; j < PER_LANE; j++) keys[j] = WARP * j + lane < COUNT ? key_of(values[j]) : ABSENT;
-    if (!choose_of_few(values, keys, lane, candidates[warp], choices[warp]))
-        choose_one_by_one(values, keys, lane, choices[warp]);
+    const float total = exponentials(values, lane);
+    if (!choose_of_few(values, total, lane, candidates[warp], choices[warp]))
+        choose_one_by_one(values, total, lane, choices[warp]);
     __syncwarp();
     const int64 place = static_cast<int64>(row) * CHOSEN;
     write_choice(choices[warp], lane, ids + place, weights + place);

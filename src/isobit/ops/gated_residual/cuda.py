@@ -196,10 +196,10 @@ def _whole(rows: int) -> int:
 
 def _can_read(site: GatedResidual, how: int) -> bool:
     """Whether a site can be read so: many rows need much shared memory."""
-    if how == LAYER_BY_LAYER:
-        return True
+    if how == LAYER_BY_LAYER or site.inject_at is None:
+        return how == LAYER_BY_LAYER
     needed = max(site.down_shared, site.mix_shared) if how == MANY_ROWS else site.norm_shared
-    return site.inject_at is not None and needed <= _shared_memory()
+    return needed <= _shared_memory()
 
 
 def _shared_memory() -> int:

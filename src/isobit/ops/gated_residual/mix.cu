@@ -134,20 +134,23 @@ struct StreamColumn {
 };
 
 // low of up to 8 rows, by each block for itself: a unit's terms are loaded while those of the one before are added.
-DEVICE void finish_own(const Sums& sums, uint2* own_low) {
-    constexpr int ROW_UNITS = 4 * STEPS, THREADS = WARP * STREAMS;
-    const int units = sums.rows * ROW_UNITS;
+struct OwnLow {
+    static constexpr int ROW_UNITS = 4 * STEPS, THREADS = WARP * STREAMS;
     LowTerms next;
-    auto load_unit = [&](int unit) {
-        if (unit < units) next.load(sums, unit / ROW_UNITS, unit % ROW_UNITS / 4, unit % 4);
-    };
-    load_unit(threadIdx.x);
-    for (int unit = threadIdx.x; unit < units; unit += THREADS) {
-        const LowTerms terms = next;
-        load_unit(unit + THREADS);
-        own_low[unit % ROW_UNITS / 4 * WARP + unit / ROW_UNITS * 4 + unit % 4] = terms.pairs();
+
+    __device__ __forceinline__ void load(const Sums& sums, int unit) {
+        if (unit < sums.rows * ROW_UNITS) next.load(sums, unit / ROW_UNITS, unit % ROW_UNITS / 4, unit % 4);
     }
-}
+
+    // After this thread's first unit is loaded.
+    __device__ __forceinline__ void finish(const Sums& sums, uint2* own_low) {
+        for (int unit = threadIdx.x; unit < sums.rows * ROW_UNITS; unit += THREADS) {
+            const LowTerms terms = next;
+            load(sums, unit + THREADS);
+            own_low[unit % ROW_UNITS / 4 * WARP + unit / ROW_UNITS * 4 + unit % 4] = terms.pairs();
+        }
+    }
+};
 
 // Up to 64 rows: a block has 16 columns of the result, a warp one stream's part. grid (HIDDEN / 16), 32 * STREAMS
 // threads. low: finish_down's, or null for up to 8 rows: then from `values` [TERMS, rows, width], by each block for
@@ -177,13 +180,15 @@ mix_few(const uint4* __restrict__ up, const float* values, const uint2* low, con
     await_inputs();
     const Streams all = {normed, streams, written_injection, y, inverse, norm_weight};
     for (int first_row = 0; first_row < rows; first_row += ROW_TILE) {
-        if (!low) finish_own(sums, own_low);
+        OwnLow own_terms;
+        if (!low) own_terms.load(sums, threadIdx.x);
         StreamColumn columns[THREAD_VALUES];
 #pragma unroll
         for (int i = 0; i < THREAD_VALUES; i++) {
             const int row = first_row + (i * WARP * STREAMS + threadIdx.x) / SIDE;
             columns[i].load(all, smaller(row, rows - 1), column);
         }
+        if (!low) own_terms.finish(sums, own_low);
         __syncthreads();
         const uint2* b = low ? low + static_cast<int64>(first_row / ROW_TILE) * STEPS * WARP : own_low;
         const bool real = first_row + group < rows;

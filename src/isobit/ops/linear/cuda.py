@@ -38,7 +38,7 @@ ROTATED_BYTES = 64 << 10  # of rotated inputs that a block makes at most
 COPIED_BYTES = 96 << 10  # that it copies at most, rather than reading them for every column
 RESIDENT_WARPS = {1: 24, 2: 24, 4: 8, 8: 8}  # of a multiprocessor, by the tiles of 8 rows, as in few_rows.cu
 BLOCK_COLUMNS = BLOCK // TILE
-MOST_GROUPED = 4  # layers of one launch, as in few_rows.cu
+MOST_GROUPED = 4  # layers of one launch, as in few_rows.cu and few_rows_plain.cu
 WIDE_COLUMNS = 16  # of tiles for each multiprocessor, from which on every warp has its own
 WIDE_STAGES = 3
 CONTRACT_PROCESSORS = 2  # that a layer is spread over which is computed as if it were wide
@@ -130,22 +130,27 @@ def groups_of(handles: Sequence[LinearHandle]) -> list[tuple[int, ...]]:
 
 def _group_key(handle: LinearHandle, index: int) -> tuple:
     """Equal for layers that can be in one launch, which has one format and no shards."""
-    if not isinstance(handle, TrellisLayer) or handle.shards > 1 or is_wide(handle):
+    if isinstance(handle, FloatLayer) or handle.shards > 1:
         return (index,)
-    return ("trellis", handle.in_features, *sorted(handle.defines.items()))
+    if isinstance(handle, HalfLayer):
+        return ("half", handle.in_features, handle.parts)
+    return (index,) if is_wide(handle) else ("trellis", handle.in_features, *sorted(handle.defines.items()))
 
 
 def _compute_group(
     x: torch.Tensor, handles: Sequence[LinearHandle], group: tuple[int, ...], outputs: dict[int, torch.Tensor]
 ) -> None:
-    layers = [handle for handle in (handles[index] for index in group) if isinstance(handle, TrellisLayer)]
-    if len(group) == 1:
-        outputs[group[0]] = linear(x, handles[group[0]])
+    first, *_ = layers = [handles[index] for index in group]
+    if len(layers) == 1:
+        outputs[group[0]] = linear(x, first)
+        return
+    checked(x, first)
+    computed = [memory.empty((len(x), layer.out_features)) for layer in layers]
+    if isinstance(first, TrellisLayer):
+        few_trellis_rows(x, [layer for layer in layers if isinstance(layer, TrellisLayer)], computed)
     else:
-        checked(x, layers[0])
-        computed = [memory.empty((len(x), layer.out_features)) for layer in layers]
-        few_trellis_rows(x, layers, computed)
-        outputs.update(zip(group, computed, strict=True))
+        _multiply_plain(x, [layer for layer in layers if isinstance(layer, HalfLayer)], None, None, computed)
+    outputs.update(zip(group, computed, strict=True))
 
 
 @cache
@@ -395,13 +400,13 @@ def passes_sums(shape: FewRowsShape, shards: int, rows: int) -> bool:
 def few_plain_rows(x: torch.Tensor, handle: HalfLayer, y: torch.Tensor) -> None:
     """The same of half weights: inputs are rounded on their way, shards added by the block that comes last."""
     values = _room_for_sums(len(x), handle) if handle.shards > 1 else None
-    _multiply_plain(x, handle, values, handle.counters, y)
+    _multiply_plain(x, [handle], values, handle.counters, [y])
 
 
 def plain_sums(x: torch.Tensor, handle: HalfLayer) -> torch.Tensor:
     """What `few_plain_rows` adds in float64 in order: each shard's sums of each part [shards * parts, R, N]."""
     values = _room_for_sums(len(x), handle)
-    _multiply_plain(x, handle, values, None, None)
+    _multiply_plain(x, [handle], values, None, [None])
     return values
 
 
@@ -411,31 +416,41 @@ def _room_for_sums(rows: int, handle: HalfLayer) -> torch.Tensor:
 
 def _multiply_plain(
     x: torch.Tensor,
-    handle: HalfLayer,
+    layers: Sequence[HalfLayer],
     values: torch.Tensor | None,
     counters: torch.Tensor | None,
-    y: torch.Tensor | None,
+    outputs: Sequence[torch.Tensor | None],
 ) -> None:
-    rows = len(x)
-    if handle.in_features != handle.stored_inputs or not is_whole(x):
-        x = padded(x, handle.stored_inputs)
-    shape = plain_shape(handle.parts, handle.stored_outputs // TILE, handle.shards, handle.input_blocks, rows)
-    kernels.load("ops/linear/few_rows_plain.cu", "few_rows_plain", PARTS=handle.parts, **shape.defines)(
-        (handle.stored_outputs // TILE, handle.shards, -(-rows // shape.block_rows)),
+    """Half weights times x: to each layer's outputs, of one shard, or to the values of a single layer's shards."""
+    rows, first = len(x), layers[0]
+    if first.in_features != first.stored_inputs or not is_whole(x):
+        x = padded(x, first.stored_inputs)
+    table, columns = _plain_table(layers, outputs)
+    shape = plain_shape(first.parts, columns, first.shards, first.input_blocks, rows)
+    kernels.load("ops/linear/few_rows_plain.cu", "few_rows_plain", PARTS=first.parts, **shape.defines)(
+        (columns, first.shards, -(-rows // shape.block_rows)),
         (shape.chain_warps + shape.feeders) * WARP,
-        Constant(handle.fragments),
+        table,
         x,
         values,
         counters,
-        handle.stored_inputs // TILE,
+        first.stored_inputs // TILE,
         rows,
         shape.block_rows,
-        Constant(handle.bias),
-        y,
-        handle.out_features,
-        shared=shape.feeders * shape.chunk_bytes(handle.parts),
+        shared=shape.feeders * shape.chunk_bytes(first.parts),
         early=True,
     )
+
+
+def _plain_table(layers: Sequence[HalfLayer], outputs: Sequence[torch.Tensor | None]) -> tuple[Fields, int]:
+    """(What few_rows_plain reads of each layer, how many columns of tiles all of them have)."""
+    fields: list = []
+    columns = 0
+    for layer, y in zip(layers, outputs, strict=True):
+        fields += (Constant(layer.fragments), Constant(layer.bias), y, layer.out_features, columns)
+        columns += layer.stored_outputs // TILE
+    no_layer = None, None, None, 0, columns
+    return Fields(*fields, *no_layer * (MOST_GROUPED - len(layers))), columns
 
 
 @dataclass(frozen=True)

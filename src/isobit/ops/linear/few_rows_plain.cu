@@ -1,4 +1,4 @@
-// A plain layer for up to 64 rows: the chains of 16 outputs over one k-shard are carried by one warp for each of up to
+// A plain layer for up to 64 rows, or several small ones of the same inputs: the chains of 16 outputs over one k-shard are carried by one warp for each of up to
 // 16 columns of the operand, and fed by other warps, each with its own chunk of the inputs.
 //
 // Weights lie as the A operand's registers, uint4 [N / 16, K / 16, 32 lanes]; rows are the B operand, rounded to half
@@ -38,12 +38,36 @@ DEVICE void feed_inputs(const Chunk& chunk, const float* x, int count, int rows,
     copy_async_wait<0>();
 }
 
-// Write what a lane's chains end as: sums of a shard to values [shards * PARTS, rows, N], or, without these, outputs.
+constexpr int MOST_LAYERS = 4;
+
+// One layer of a launch. weights: uint4 [N / 16, K / 16, 32 lanes]. first_column: of 16 outputs, of the launch's, which
+// are its layers' in turn.
+struct Layer {
+    const uint4* weights;
+    const float* bias;
+    float* y;
+    int64 outputs, first_column;
+};
+
+struct Layers {
+    Layer at[MOST_LAYERS];
+};
+
+DEVICE Layer layer_of_column(const Layers& layers, int column) {
+    Layer own = layers.at[0];
+#pragma unroll
+    for (int i = 1; i < MOST_LAYERS; i++)
+        if (column >= static_cast<int>(layers.at[i].first_column)) own = layers.at[i];
+    return own;
+}
+
+// Write what a lane's chains end as: sums of a shard to values [shards * PARTS, rows, N], or, without these, outputs of
+// the layer's column.
 DEVICE void store_chains(const Chains& chains, int warp, int lane, float* values, int first_row, int own_rows, int rows,
-                         const Finish& finish) {
+                         int column, const Finish& finish) {
     if (values) return store_sums(chains, warp, lane, values, blockIdx.y, first_row, own_rows, rows);
     for_each_chain(warp, lane, own_rows, [&](int row, int part, int own_output, int tile, int index) {
-        const int output = blockIdx.x * SIDE + own_output;
+        const int output = column * SIDE + own_output;
         if (part || output >= finish.outputs) return;
         float total = chains.c[tile][index];
         if (PARTS == 2)
@@ -64,19 +88,21 @@ DEVICE void finish_column(const Sums& sums, const Finish& finish, int column, in
     }
 }
 
-// grid (N / 16, shards, ceil(rows / block_rows)), threads 32 * (CHAIN_WARPS + feeders). x: float [rows, 16 * tiles],
-// rows at 16 bytes. values: float [shards * PARTS, rows, N], null where one shard's sums become y at once. counters:
-// zeros, one for each (grid z, column); null where values are all that is wanted.
+// grid (all layers' N / 16, shards, ceil(rows / block_rows)), threads 32 * (CHAIN_WARPS + feeders). x: float
+// [rows, 16 * tiles], rows at 16 bytes. values: float [shards * PARTS, rows, N] of a single layer, null where one shard's
+// sums become y at once. counters: zeros, one for each (grid z, column); null where values are all that is wanted.
 extern "C" __global__ void __launch_bounds__((MOST_FEEDERS + CHAIN_WARPS) * WARP, 1)
-few_rows_plain(const uint4* __restrict__ weights, const float* x, float* values, int* counters, int tiles, int rows,
-               int block_rows, const float* bias, float* y, int outputs) {
+few_rows_plain(const __grid_constant__ Layers layers, const float* x, float* values, int* counters, int tiles, int rows,
+               int block_rows) {
     DYNAMIC_SHARED(uint4, shared);
     begin_turns();
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, feeders = blockDim.x / WARP - CHAIN_WARPS;
     const int shard = blockIdx.y, shards = gridDim.y, inputs = tiles * SIDE;
     const int first_row = blockIdx.z * block_rows, own_rows = smaller(block_rows, rows - first_row);
     const int first_tile = shard_tile(shard, shards, tiles), last_tile = shard_tile(shard + 1, shards, tiles);
-    weights += static_cast<int64>(blockIdx.x) * tiles * WARP;
+    const Layer layer = layer_of_column(layers, blockIdx.x);
+    const int column = blockIdx.x - static_cast<int>(layer.first_column), columns = gridDim.x;
+    const uint4* weights = layer.weights + static_cast<int64>(column) * tiles * WARP;
     x += static_cast<int64>(first_row) * inputs;
 
     const bool carries = warp < CHAIN_WARPS;
@@ -103,9 +129,8 @@ few_rows_plain(const uint4* __restrict__ weights, const float* x, float* values,
         }
     }
 
-    const Finish finish = {nullptr, bias, y, outputs};
-    const int column = blockIdx.x, columns = gridDim.x;
-    if (carries) store_chains(chains, warp, lane, values, first_row, own_rows, rows, finish);
+    const Finish finish = {nullptr, layer.bias, layer.y, static_cast<int>(layer.outputs)};
+    if (carries) store_chains(chains, warp, lane, values, first_row, own_rows, rows, column, finish);
     if (!values || !counters || !arrives_last(counters + blockIdx.z * columns + column, 1, shards)) return;
     finish_column({values, shards * PARTS, rows, columns * SIDE}, finish, column, first_row, own_rows);
 }

@@ -1,4 +1,5 @@
-// The best blocks of every row, ascending: a radix search for the threshold, then a stable compaction.
+// The best blocks of every row, ascending: a radix search for the threshold, which ends by ranking what few keys are left,
+// then a stable compaction.
 // Macros: BLOCK, KEPT. Scores are never negative and never NaN, so that their bits are in their order.
 #include "ops/sparse_attention/normed_rows.cuh"
 
@@ -7,18 +8,21 @@ constexpr int BINS = 2048;
 constexpr int GROUP_BINS = 64;
 constexpr int PASSES = 3;
 constexpr int BATCH = 8;  // scores that a thread reads at a time
+constexpr int FEW = 128;  // keys that are ranked by comparing all of them
 constexpr unsigned NO_KEY = 0xffffffffu;
 
 #ifdef EMULATED
-DEVICE void add_to(int* bin, int count) { *bin += count; }
+DEVICE int add_to(int* bin, int count) { return (*bin += count) - count; }
 #else
-DEVICE void add_to(int* bin, int count) { atomicAdd(bin, count); }
+DEVICE int add_to(int* bin, int count) { return atomicAdd(bin, count); }
 #endif
 
 struct Choice {
     int bins[BINS];
     int group_sums[BINS / GROUP_BINS];
     int threshold, best;      // the threshold's upper bits so far; how many of the keys with these bits are chosen
+    int sharing, ranked;      // how many keys have these bits; how many of them are in `few`
+    unsigned few[FEW];
     int greater[WARP], equal[WARP];  // of each warp's range of blocks
     float cached[CACHED];
 };
@@ -84,18 +88,55 @@ DEVICE void find_digit(Choice& choice, int width) {
         const bool upper = high >= within;
         choice.threshold = choice.threshold << width | (group * GROUP_BINS + 2 * lane + upper);
         choice.best = upper ? within : within - high;
+        choice.sharing = upper ? high : low;
     }
 }
 
-// Sets `threshold` to the bits of the KEPT-th largest score, `best` to how many equal ones belong to the best.
+DEVICE void clear_bins(Choice& choice) {
+    for (int bin = threadIdx.x; bin < BINS; bin += blockDim.x) choice.bins[bin] = 0;
+}
+
+// The whole threshold, where few keys share its bits above `shift`: of these the one with fewer than `best` larger ones,
+// and no fewer with its equals.
+DEVICE void rank_few(Choice& choice, const float* scores, int finished, int shift) {
+    const unsigned upper = choice.threshold;
+    const int best = choice.best, count = choice.sharing;
+    for (int base = 0; base < finished; base += blockDim.x * BATCH) {
+        unsigned keys[BATCH];
+        read_keys(keys, scores, base + threadIdx.x, blockDim.x, finished);
+#pragma unroll
+        for (int i = 0; i < BATCH; i++)
+            if (keys[i] != NO_KEY && keys[i] >> shift == upper) choice.few[add_to(&choice.ranked, 1)] = keys[i];
+    }
+    __syncthreads();
+    for (int own = threadIdx.x; own < count; own += blockDim.x) {
+        const unsigned key = choice.few[own];
+        int larger_keys = 0, equal = 0, equal_before = 0;
+#pragma unroll 8
+        for (int other = 0; other < count; other++) {
+            const unsigned theirs = choice.few[other];
+            larger_keys += theirs > key;
+            equal += theirs == key;
+            equal_before += theirs == key && other < own;
+        }
+        if (larger_keys < best && best <= larger_keys + equal && !equal_before) {
+            choice.threshold = key;
+            choice.best = best - larger_keys;
+        }
+    }
+    __syncthreads();
+}
+
+// Sets `threshold` to the bits of the KEPT-th largest score, `best` to how many equal ones belong to the best. The bins
+// are clear, and not yet to be seen by all.
 DEVICE void find_threshold(Choice& choice, const float* scores, int finished) {
     if (threadIdx.x == 0) {
-        choice.threshold = 0;
+        choice.threshold = choice.ranked = 0;
         choice.best = KEPT;
     }
     for (int pass = 0; pass < PASSES; pass++) {
         const int width = pass == 0 ? 11 : 10, shift = 20 - 10 * pass;
-        for (int bin = threadIdx.x; bin < BINS; bin += blockDim.x) choice.bins[bin] = 0;
+        if (pass > 0) clear_bins(choice);
         __syncthreads();
         count_digits(choice, scores, finished, shift, width);
         __syncthreads();
@@ -107,6 +148,7 @@ DEVICE void find_threshold(Choice& choice, const float* scores, int finished) {
         __syncthreads();
         if (warp_of_block() == 0) find_digit(choice, width);
         __syncthreads();
+        if (shift && choice.sharing <= FEW) return rank_few(choice, scores, finished, shift);
     }
 }
 
@@ -133,11 +175,8 @@ DEVICE void write_chosen(Choice& choice, const float* scores, int finished, int*
         choice.equal[warp] = equal;
     }
     __syncthreads();
-    greater = equal = 0;
-    for (int before = 0; before < warp; before++) {
-        greater += choice.greater[before];
-        equal += choice.equal[before];
-    }
+    greater = sum_of_lanes(lane < warp ? choice.greater[lane] : 0);
+    equal = sum_of_lanes(lane < warp ? choice.equal[lane] : 0);
     const unsigned lower_lanes = (1u << lane) - 1;
     for (int base = first; base < last; base += WARP * BATCH) {
         unsigned keys[BATCH];
@@ -156,22 +195,26 @@ DEVICE void write_chosen(Choice& choice, const float* scores, int finished, int*
     }
 }
 
-// One block of threads a row. scores: rows of `scores_step` floats; unread for rows that keep all they have finished.
+// One block of threads a row. scores: rows of `scores_step` floats, 0 where every row keeps all that it has finished.
 extern "C" __global__ void choose_blocks(
     const float* scores, int scores_step, const int* positions, int* blocks, int* counts
 ) {
-    await_inputs();
     __shared__ Choice choice;
-    const int row = blockIdx.x, finished = (positions[row] + 1) / BLOCK;
+    clear_bins(choice);
+    await_inputs();
+    const int row = blockIdx.x, thread = threadIdx.x;
+    const float* own = scores + static_cast<int64>(row) * scores_step;
+    const float first = thread < scores_step ? own[thread] : 0.0f;  // on its way beside the position
+    const int finished = (positions[row] + 1) / BLOCK;
     int* chosen = blocks + static_cast<int64>(row) * KEPT;
-    if (threadIdx.x == 0) counts[row] = smaller(finished, KEPT);
+    if (thread == 0) counts[row] = smaller(finished, KEPT);
     if (finished <= KEPT) {
-        for (int i = threadIdx.x; i < KEPT; i += blockDim.x) chosen[i] = i < finished ? i : -1;
+        for (int i = thread; i < KEPT; i += blockDim.x) chosen[i] = i < finished ? i : -1;
         return;
     }
-    const float* own = scores + static_cast<int64>(row) * scores_step;
     if (finished <= CACHED) {
-        for (int i = threadIdx.x; i < finished; i += blockDim.x) choice.cached[i] = own[i];
+        if (thread < finished) choice.cached[thread] = first;
+        for (int i = thread + blockDim.x; i < finished; i += blockDim.x) choice.cached[i] = own[i];
         own = choice.cached;
     }
     find_threshold(choice, own, finished);

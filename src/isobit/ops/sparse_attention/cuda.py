@@ -24,6 +24,7 @@ MOST_THREADS = 1024
 
 WRITE_WARPS = 16  # a block, at most
 FEW_THREADS = MANY_THREADS = 256  # of the scoring kernels
+CHOOSING_THREADS = 512  # of a row among few
 SCORE_TILE = 64  # blocks that are scored at a time
 SCORE_TILE_ROWS = 16
 SCORE_BLOCKS_A_PROCESSOR = 12
@@ -162,9 +163,8 @@ def select_few(index_q, handle: Attention, cache: AttentionCache, batch: Batch, 
             cache.index_pooled, _index_scale(sizes), keep_scores, scores, width, shared=_few_scoring_bytes(sizes),
             early=True,
         )  # fmt: skip
-    _chooser(sizes)(
-        at.rows, min(MOST_THREADS, _warps_for(width)), scores, width, at.positions, blocks, counts, early=True
-    )  # fmt: skip
+    threads = CHOOSING_THREADS if scored else 4 * WARP
+    _chooser(sizes)(at.rows, threads, scores, scores.shape[1], at.positions, blocks, counts, early=True)
     return Selection(blocks, counts, _finished_alone(scores, batch, sizes) if keep_scores else None)
 
 
@@ -195,8 +195,8 @@ def select_many(
             if keep_scores:
                 kept_scores += scores
         _chooser(sizes)(
-            last - first, min(MOST_THREADS, _warps_for(-(-width // 4))), scores, width, at.positions[first:last],
-            blocks[first:last], counts[first:last],
+            last - first, min(MOST_THREADS, _warps_for(-(-width // 4))), scores, scores.shape[1],
+            at.positions[first:last], blocks[first:last], counts[first:last],
         )  # fmt: skip
     return Selection(blocks, counts, _finished_alone(kept_scores, batch, sizes) if keep_scores else None)
 
@@ -270,7 +270,7 @@ def read_few(q_gate, selection: Selection, handle: Attention, cache: AttentionCa
     )  # fmt: skip
     kernels.load(f"{FOLDER}/read_few.cu", "merge_parts", **macros)(
         (sizes.heads, at.rows), min(_rounded(sizes.head_dim, WARP), MOST_THREADS), sums, edges, parts, q_gate,
-        q_gate.stride(0), at.positions, selection.counts, out, shared=12 * parts, early=True,
+        q_gate.stride(0), at.positions, selection.counts, out, shared=20 * parts, early=True,
     )  # fmt: skip
     return out
 

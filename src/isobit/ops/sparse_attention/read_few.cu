@@ -82,32 +82,53 @@ extern "C" __global__ void __launch_bounds__(GROUP_THREADS) read_parts(
     }
 }
 
-// blockIdx: (head, row). The parts in order, the division and the gate: out [row][head][HEAD_DIM].
+constexpr int HELD_PARTS = 20;  // whose sums a thread asks for at a time
+
+// blockIdx: (head, row). The parts in order, the division and the gate: out [row][head][HEAD_DIM]. Dynamic shared memory:
+// parts * (Merge, float2).
 extern "C" __global__ void merge_parts(
     const float* sums, const float* edges, int parts, const float* q_gate, int q_step, const int* positions,
     const int* counts, float* out
 ) {
     await_inputs();
     DYNAMIC_SHARED(Merge, merges);
-    const int head = blockIdx.x, row = blockIdx.y;
+    float* ends = reinterpret_cast<float*>(merges + parts);
+    const int head = blockIdx.x, row = blockIdx.y, thread = threadIdx.x;
     const int64 record = static_cast<int64>(row) * HEADS + head;
-    const int listed = counts[row] * BLOCK + (positions[row] + 1) % BLOCK, found = whole(listed, PART_KEYS);
     const float* own = sums + record * parts * HEAD_DIM;
     const float* edge = edges + 2 * record * parts;
-    for (int part = 1 + threadIdx.x; part < found; part += blockDim.x) {
-        float highest = edge[0];
-        for (int before = 1; before < part; before++) highest = highest > edge[2 * before] ? highest : edge[2 * before];
-        merges[part] = merged(highest, edge[2 * part]);
+    float held[HELD_PARTS];
+    auto hold = [&](int first, int dim) {
+#pragma unroll
+        for (int i = 0; i < HELD_PARTS; i++)
+            held[i] = first + i < parts ? own[(first + i) * HEAD_DIM + dim] : 0.0f;
+    };
+    if (thread < HEAD_DIM) hold(0, thread);
+    for (int i = thread; i < 2 * parts; i += blockDim.x) ends[i] = edge[i];
+    const int listed = counts[row] * BLOCK + (positions[row] + 1) % BLOCK, found = whole(listed, PART_KEYS);
+    __syncthreads();
+    for (int part = 1 + thread; part < found; part += blockDim.x) {
+        float highest = ends[0];
+#pragma unroll 8
+        for (int before = 1; before < part; before++) highest = highest > ends[2 * before] ? highest : ends[2 * before];
+        merges[part] = merged(highest, ends[2 * part]);
     }
     __syncthreads();
     const float* gates = q_gate + static_cast<int64>(row) * q_step + (2 * head + 1) * HEAD_DIM;
-    for (int dim = threadIdx.x; dim < HEAD_DIM; dim += blockDim.x) {
-        float sum = own[dim], total = edge[1];
-#pragma unroll 4
-        for (int part = 1; part < found; part++) {
-            sum = joined(merges[part], sum, own[part * HEAD_DIM + dim]);
-            total = joined(merges[part], total, edge[2 * part + 1]);
+    for (int dim = thread; dim < HEAD_DIM; dim += blockDim.x) {
+        if (dim != thread) hold(0, dim);
+        const float gate = gates[dim];
+        float sum = held[0], total = ends[1];
+        for (int first = 0; first < found; first += HELD_PARTS) {
+            if (first) hold(first, dim);
+#pragma unroll
+            for (int i = 0; i < HELD_PARTS; i++) {
+                const int part = first + i;
+                if (part == 0 || part >= found) continue;
+                sum = joined(merges[part], sum, held[i]);
+                total = joined(merges[part], total, ends[2 * part + 1]);
+            }
         }
-        out[record * HEAD_DIM + dim] = gated(sum, total, gates[dim]);
+        out[record * HEAD_DIM + dim] = gated(sum, total, gate);
     }
 }
