@@ -8,8 +8,9 @@ import torch
 
 from isobit.checkpoint.weights import Exl3Linear, Linear, PlainLinear
 from isobit.cuda import memory
+from isobit.cuda.staging import upload_one
 from isobit.errors import CheckpointError
-from isobit.ops.linear.stored import PREPARED_ROWS, check_plain, check_trellis, narrowest_format, padded_bias
+from isobit.ops.linear.stored import check_plain, check_trellis, narrowest_format, padded_bias
 from isobit.ops.linear.tiles import BFLOAT16, FLOAT16
 
 TILE, BLOCK = 16, 128
@@ -110,7 +111,7 @@ def _trellis_layer(weights: Exl3Linear) -> TrellisLayer:
         weights.n,
         _bias(weights, weights.n),
         trellis_defines(weights.codebook, weights.bits),
-        memory.to_device(np.ascontiguousarray(weights.trellis)),
+        upload_one(weights.trellis),
         memory.to_device(np.ascontiguousarray(weights.suh)),
         memory.to_device(np.ascontiguousarray(weights.svh)),
         memory.zeros((weights.n // BLOCK,), torch.int32),
@@ -138,16 +139,19 @@ def _plain_layer(weights: PlainLinear) -> HalfLayer | FloatLayer:
 
 
 def _on_device(weight: np.ndarray, number: int, inputs: int, outputs: int) -> torch.Tensor:
-    """float32 [N, K] -> a format's values on the device, padded with zeros: float16, float32, or bfloat16 as int16."""
-    dtype = {FLOAT16: torch.float16, BFLOAT16: torch.int16}.get(number, torch.float32)
-    placed = memory.zeros((outputs, inputs), dtype)
-    for first in range(0, len(weight), PREPARED_ROWS):
-        piece = np.ascontiguousarray(weight[first : first + PREPARED_ROWS])
-        if number == FLOAT16:
-            piece = piece.astype(np.float16)
-        elif number == BFLOAT16:
-            piece = (piece.view(np.uint32) >> 16).astype(np.uint16).view(np.int16)
-        placed[first : first + len(piece), : piece.shape[1]] = memory.to_device(piece)
+    """float32 or float16 [N, K] that a format holds exactly -> its values on the device, padded with zeros.
+
+    They are float16, float32, or bfloat16 as int16.
+    """
+    values = upload_one(weight)
+    if number == FLOAT16:
+        values = values.to(torch.float16)
+    elif number == BFLOAT16:
+        values = (values.view(torch.int32) >> 16).to(torch.int16)
+    if values.shape == (outputs, inputs):
+        return values
+    placed = memory.zeros((outputs, inputs), values.dtype)
+    placed[: len(weight), : weight.shape[1]] = values
     return placed
 
 
