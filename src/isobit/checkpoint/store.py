@@ -151,11 +151,11 @@ class TensorStore:
         self._files[info.file].read_into(info.offset + first * width * kind.itemsize, _bytes_of(array))
         return array
 
-    def fetch(self, names: Iterable[str], each: Each = map, block: np.ndarray | None = None) -> None:
+    def fetch(self, names: Iterable[str], each: Each, block: np.ndarray | None = None) -> None:
         """Read tensors now, neighbours in one call; the next `read` or `map` of each gives it away.
 
-        block: uint8, memory of `block_bytes` that they lie in; without, each has its own. Raises CheckpointError as
-        `read` does.
+        each: a `map`, whose calls may go to several threads. block: uint8, memory of `block_bytes` that they lie in;
+        without, each has its own. Raises CheckpointError as `read` does.
         """
         place = {path: number for number, path in enumerate(self._files)}
         infos = sorted(map(self.info, names), key=lambda info: (place[info.file], info.offset))
@@ -580,9 +580,9 @@ def _shown(value: Any) -> str:
 
 
 def _counts(values: Any) -> bool:
-    return isinstance(values, list) and all(
-        isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63 for value in values
-    )
+    if not isinstance(values, list) or not set(map(type, values)) <= {int}:
+        return False
+    return not values or (min(values) >= 0 and max(values) < 1 << 63)
 
 
 def _bytes_of(array: np.ndarray) -> memoryview:
@@ -605,7 +605,10 @@ def _unread(info: TensorInfo) -> np.ndarray:
 def _in_block(infos: Sequence[TensorInfo], block: np.ndarray) -> list[np.ndarray]:
     """Room for the tensors, one after the other."""
     places = itertools.accumulate((_aligned(info.nbytes) for info in infos), initial=0)
-    return [np.ndarray(info.shape, NUMPY_TYPES[info.dtype], block, place) for info, place in zip(infos, places, strict=False)]
+    return [
+        np.ndarray(info.shape, NUMPY_TYPES[info.dtype], block, place)
+        for info, place in zip(infos, places, strict=False)
+    ]
 
 
 def _aligned(nbytes: int) -> int:

@@ -99,7 +99,7 @@ class MemoryStore(TensorStore):
             raise CheckpointError(f"{info.file}: {name} has {len(rows)} rows, asked for {first} to {first + count}")
         return rows[first : first + count]
 
-    def fetch(self, names: Iterable[str], each: Each = map, block: np.ndarray | None = None) -> None:
+    def fetch(self, names: Iterable[str], each: Each, block: np.ndarray | None = None) -> None:
         """Nothing is read from anywhere."""
 
     def block_bytes(self, names: Iterable[str]) -> int:
