@@ -289,7 +289,9 @@ def test_weights_that_half_cannot_hold_have_the_bytes_of_the_cpu(kind, inputs, o
 
 
 @pytest.mark.parametrize(("inputs", "outputs"), [(70, 41), (64, 528)])
-def test_plain_weights_are_placed_as_they_are(inputs, outputs):
+@pytest.mark.parametrize("piece_bytes", [1, 5000, 64 << 20])
+def test_plain_weights_are_placed_as_they_are(inputs, outputs, piece_bytes, monkeypatch):
+    monkeypatch.setattr(cuda_layers, "PIECE_BYTES", piece_bytes)
     weights = random_plain(np.random.default_rng(13), inputs, outputs, "float16")
     stored = replace(weights, weight=weights.weight.astype(np.float16))
     bits = [cuda.prepare_linear(layer).fragments.view(torch.int16) for layer in (weights, stored)]

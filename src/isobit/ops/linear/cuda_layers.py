@@ -18,6 +18,7 @@ LONG_INPUTS, LONG_SHARDS = 4096, 4
 CODEBOOK_NUMBERS = {"3inst": 0, "mcg": 1, "mul1": 2}  # as in trellis.cuh
 MOST_SPLIT_OUTPUTS = 512  # of plain layers that keep what rounding their inputs to half leaves
 MOST_FEW_ROWS = 64
+PIECE_BYTES = 64 << 20  # of plain weights that are converted at a time
 
 
 def trellis_defines(codebook: str, bits: float) -> dict[str, int]:
@@ -143,15 +144,13 @@ def _on_device(weight: np.ndarray, number: int, inputs: int, outputs: int) -> to
 
     They are float16, float32, or bfloat16 as int16.
     """
-    values = upload_one(weight)
-    if number == FLOAT16:
-        values = values.to(torch.float16)
-    elif number == BFLOAT16:
-        values = (values.view(torch.int32) >> 16).to(torch.int16)
-    if values.shape == (outputs, inputs):
-        return values
-    placed = memory.zeros((outputs, inputs), values.dtype)
-    placed[: len(weight), : weight.shape[1]] = values
+    dtype = {FLOAT16: torch.float16, BFLOAT16: torch.int16}.get(number, torch.float32)
+    placed = memory.zeros((outputs, inputs), dtype)
+    rows = max(1, PIECE_BYTES // weight[:1].nbytes)
+    for first in range(0, len(weight), rows):
+        piece = upload_one(weight[first : first + rows])
+        values = piece.view(torch.int32) >> 16 if number == BFLOAT16 else piece
+        placed[first : first + len(piece), : piece.shape[1]] = values
     return placed
 
 
