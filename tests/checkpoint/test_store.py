@@ -2,12 +2,14 @@
 
 import json
 import os
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from isobit.checkpoint import store as store_module
 from isobit.checkpoint.store import HEADER_LIMIT, NUMPY_TYPES, TensorStore, TensorWriter, write_tensors
 from isobit.errors import CheckpointError
 
@@ -323,3 +325,79 @@ def test_noncontiguous_data_are_written_in_row_major_order(tmp_path):
     write_tensors(tmp_path / "a.safetensors", {"x": values})
     with TensorStore(tmp_path) as store:
         np.testing.assert_array_equal(store.read("x"), values)
+
+
+@pytest.fixture
+def three_files(tmp_path):
+    """A folder of tensors of many sizes, the last of a file often empty or odd."""
+    arrays = {}
+    for number in range(3):
+        sizes = {f"{number}.{place}": 7 * place for place in range(9)} | {f"{number}.large": 1000}
+        arrays |= {name: fill(number, np.uint8, (size,)) for name, size in sizes.items()}
+        arrays[f"{number}.wide"] = fill(number, np.float32, (3, 5))
+        mine = {name: array for name, array in arrays.items() if name.startswith(f"{number}.")}
+        write_tensors(tmp_path / f"{number}.safetensors", mine)
+    return tmp_path, arrays
+
+
+@pytest.mark.parametrize(("run_bytes", "run_tensors"), [(64, 512), (64, 2), (1 << 20, 512)])
+@pytest.mark.parametrize("in_block", [False, True])
+def test_fetched_tensors_are_what_reading_gives(three_files, monkeypatch, run_bytes, run_tensors, in_block):
+    monkeypatch.setattr(store_module, "RUN_BYTES", run_bytes)
+    monkeypatch.setattr(store_module, "RUN_TENSORS", run_tensors)
+    folder, arrays = three_files
+    with TensorStore(folder) as store, ThreadPoolExecutor(3) as threads:
+        names = [name for name in arrays if not name.endswith(".3")]
+        block = np.full(store.block_bytes(names), 0xA5, np.uint8) if in_block else None
+        store.fetch(names, threads.map, block)
+        assert not store.map("1.wide").flags.writeable
+        for name, expected in arrays.items():
+            array = store.read(name)
+            assert array.tobytes() == expected.tobytes()
+            assert (array.dtype, array.shape) == (expected.dtype, expected.shape)
+            assert array.flags.writeable
+            assert array.flags.aligned
+            in_it = in_block and name in names and array.nbytes > 0 and name != "1.wide"
+            assert (block is not None and np.shares_memory(array, block)) == in_it
+
+
+def test_neighbours_are_fetched_in_one_call_and_given_away_once(three_files, monkeypatch):
+    folder, arrays = three_files
+    calls, read = [], os.preadv
+    with TensorStore(folder) as store:
+        monkeypatch.setattr(os, "preadv", lambda *arguments: calls.append(arguments) or read(*arguments))
+        store.fetch(arrays, map)
+        assert len(calls) == 3
+        first, again = store.read("0.large"), store.read("0.large")
+        assert len(calls) == 4
+        assert not np.shares_memory(first, again)
+        store.drop_fetched()
+        store.read("0.8")
+        assert len(calls) == 5
+
+
+@pytest.mark.parametrize("most", [1, 5, 100])
+def test_reads_that_give_less_than_asked_go_on(three_files, monkeypatch, most):
+    def short(descriptor, targets, offset):
+        left, cut = most, []
+        for target in targets:
+            cut.append(target[:left])
+            left -= len(cut[-1])
+        return read(descriptor, cut, offset)
+
+    folder, arrays = three_files
+    read = os.preadv
+    monkeypatch.setattr(os, "preadv", short)
+    with TensorStore(folder) as store:
+        store.fetch(arrays, map)
+        for name, expected in arrays.items():
+            assert store.read(name).tobytes() == expected.tobytes()
+
+
+def test_a_file_that_became_shorter_is_told_when_fetched(three_files):
+    folder, arrays = three_files
+    with TensorStore(folder) as store:
+        end = (folder / "1.safetensors").stat().st_size - 100
+        os.truncate(folder / "1.safetensors", end)
+        with pytest.raises(CheckpointError, match=rf"1\.safetensors is truncated: it ends at byte {end};"):
+            store.fetch(arrays, map)

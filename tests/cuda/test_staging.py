@@ -29,10 +29,9 @@ def test_every_piece_lies_at_its_place_with_zeros_between(monkeypatch, part_byte
     assert np.array_equal(block, expected)
 
 
-def test_batches_span_at_most_a_buffer(monkeypatch):
-    monkeypatch.setattr(staging, "BUFFER_BYTES", 100)
+def test_spans_have_at_most_so_many_bytes():
     parts = [(place, np.zeros(30, np.uint8)) for place in range(0, 400, 40)]
-    batches = list(staging._batches(parts))
+    batches = list(staging._spans(parts, 100))
     assert [part for batch in batches for part in batch] == parts
     assert all(batch[-1][0] + 30 - batch[0][0] <= 100 for batch in batches)
     assert len(batches) == 5

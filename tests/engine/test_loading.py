@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from isobit.checkpoint.reader import Checkpoint
+from isobit.checkpoint.weights import Exl3Linear
 from isobit.engine.engine import Engine, EngineSettings
 from isobit.engine.loading import least_bytes
 from isobit.engine.memory import GIB
@@ -113,6 +114,32 @@ def test_the_next_layer_is_read_while_one_is_prepared(test_checkpoint, monkeypat
                     assert all(np.array_equal(vars(one)[key], vars(other)[key]) for key in vars(one))
             assert len(order) <= place + 2
     assert order == [f"{layer}.mlp" for layer in layers]
+
+
+def test_experts_read_where_memory_is_used_again_are_what_the_files_hold(test_checkpoint):
+    checkpoint = Checkpoint(test_checkpoint)
+    layers = [f"layers.{i}" for i in range(checkpoint.config.num_hidden_layers)]
+    in_blocks = set()
+    with ReadAhead(checkpoint, layers, copies=True) as ahead:
+        for place, layer in enumerate(layers):
+            ahead.wait(layer)
+            got = ahead.experts(layer)
+            for linear in (*got.gate, *got.up, *got.down):
+                stored = linear.trellis if isinstance(linear, Exl3Linear) else linear.weight
+                assert np.shares_memory(stored, ahead._blocks[place % 2]) == (stored.dtype != np.float32)
+                in_blocks.add(stored.dtype != np.float32)
+            with Checkpoint(test_checkpoint) as other:
+                expected = other.experts(f"{layer}.mlp")
+            for projection in ("gate", "up", "down"):
+                for one, other in zip(getattr(got, projection), getattr(expected, projection), strict=True):
+                    assert all(np.array_equal(vars(one)[key], vars(other)[key]) for key in vars(one))
+        ahead.wait_for_last()
+        held = list(checkpoint.store._fetched)
+        assert any("embed_tokens" in name for name in held)
+        assert any("lm_head" in name for name in held)
+    assert len(layers) > 2
+    assert True in in_blocks
+    assert not checkpoint.store._fetched
 
 
 def test_a_damaged_layer_is_told_and_no_thread_is_left(test_checkpoint, tmp_path, monkeypatch):

@@ -9,12 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isobit.checkpoint.trellis import codebook_values, dequantize_inner, tile_to_matrix, unpack_states
-from isobit.checkpoint.weights import CODEBOOKS, PlainLinear
+from isobit.checkpoint.weights import CODEBOOKS, PlainLinear, all_finite
 from isobit.errors import CheckpointError
 from isobit.ops import set_threads
 from isobit.ops.linear import cpu, parallel
 from isobit.ops.linear.contract import adversarial_rows, all_formats, random_plain, random_trellis
 from isobit.ops.linear.cpu import IN_PANELS, ROW_BY_ROW, linear, prepare_linear
+from isobit.ops.linear.stored import narrowest_format
 from isobit.ops.linear.tiles import BFLOAT16, FLOAT16, FLOAT32, tile_format, trellis_format
 from isobit.ops.work import forced_pieces
 
@@ -150,6 +151,42 @@ def test_plain_weights_take_the_narrowest_exact_format(kind, number):
     handle = prepare_linear(replace(weights, bias=None))
     assert handle.nbytes == 64 * 64 * (4 if number == FLOAT32 else 2)
     assert handle.record[cpu.product.DECODE] == tile_format(number).decode
+
+
+def test_a_format_is_taken_only_where_it_holds_every_value():
+    halves = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
+    halves = halves[np.isfinite(halves)].astype(np.float32)
+    shorts = (np.arange(1 << 16, dtype=np.uint32) << 16).view(np.float32)
+    shorts = shorts[np.isfinite(shorts)]
+    assert narrowest_format(halves[None]) == FLOAT16
+    assert narrowest_format(shorts[None]) == BFLOAT16
+    beside = [np.nextafter(halves, np.float32(side)) for side in (np.inf, -np.inf)]
+    beside += [halves * np.float32(0.5), shorts, np.array([65520, 65536, 1e-45], np.float32)]
+    for value in np.concatenate(beside)[::61]:
+        with np.errstate(over="ignore"):
+            exact = value.astype(np.float16) == value
+        bfloat16 = not value.view(np.uint32) & 0xFFFF
+        expected = FLOAT16 if exact else BFLOAT16 if bfloat16 else FLOAT32
+        assert narrowest_format(value.reshape(1, 1)) == expected
+
+
+def test_a_half_is_finite_by_its_bits_as_by_its_value():
+    for value in np.arange(1 << 16, dtype=np.uint16).view(np.float16).reshape(-1, 1):
+        assert all_finite(value) == np.isfinite(value[0])
+    assert all_finite(np.empty((0, 3), np.float16))
+    assert not all_finite(np.array([[1, 2], [np.nan, 3]], np.float16)[:, ::2])
+
+
+def test_halves_as_stored_give_the_bytes_of_floats():
+    rng = np.random.default_rng(12)
+    weights = random_plain(rng, 150, 41, "float16")
+    stored = replace(weights, weight=weights.weight.astype(np.float16))
+    x = adversarial_rows(rng, 9, 150)
+    assert linear(x, prepare_linear(stored)).tobytes() == linear(x, prepare_linear(weights)).tobytes()
+    with pytest.raises(CheckpointError, match="weight holds NaN or infinite values"):
+        prepare_linear(replace(stored, weight=np.full((2, 3), np.inf, np.float16)))
+    with pytest.raises(CheckpointError, match=r"float64 .* expected float32 or float16 \[N, K\]"):
+        prepare_linear(replace(stored, weight=np.ones((2, 3))))
 
 
 def test_a_weight_too_large_for_half_is_kept():

@@ -363,6 +363,27 @@ def test_weights_that_half_cannot_hold_have_the_bytes_of_the_cpu(kind, inputs, o
     assert on_host(x, handle, cuda.MANY_ROWS).tobytes() == expected
 
 
+@pytest.mark.parametrize(("inputs", "outputs"), [(70, 41), (64, 528)])
+@pytest.mark.parametrize("piece_bytes", [1, 5000, 64 << 20])
+def test_plain_weights_are_placed_as_they_are(inputs, outputs, piece_bytes, monkeypatch):
+    monkeypatch.setattr(cuda_layers, "PIECE_BYTES", piece_bytes)
+    weights = random_plain(np.random.default_rng(13), inputs, outputs, "float16")
+    stored = replace(weights, weight=weights.weight.astype(np.float16))
+    bits = [cuda.prepare_linear(layer).fragments.view(torch.int16) for layer in (weights, stored)]
+    assert torch.equal(*bits)
+    tiles = bits[0].view(-1, bits[0].shape[1], 8, 4, 2, 2, 2).permute(0, 5, 2, 1, 4, 3, 6)
+    placed = tiles.reshape(tiles.shape[0] * 16, -1).view(torch.float16).numpy()
+    assert np.array_equal(placed[:outputs, :inputs], weights.weight)
+    assert not placed[outputs:].any()
+    assert not placed[:, inputs:].any()
+    short = replace(weights, weight=weights.weight * np.float32(2.0**100), bias=None)
+    short = replace(short, weight=(short.weight.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32))
+    values = cuda.prepare_linear(short).weights.numpy().view(np.uint16)
+    assert np.array_equal(values[:inputs, :outputs], short.weight.T.view(np.uint32) >> 16)
+    assert not values[inputs:].any()
+    assert not values[:, outputs:].any()
+
+
 def test_two_parts_keep_the_inputs_to_22_bits():
     weights = PlainLinear("router", np.ones((1, 16), np.float32))
     x = np.zeros((1, 16), np.float32)

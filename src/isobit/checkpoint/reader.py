@@ -1,11 +1,10 @@
 """A checkpoint folder as host weights: canonical names (`names.py`) in, the types of `weights.py` out."""
 
 import re
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 import numpy as np
 
@@ -21,7 +20,7 @@ from isobit.checkpoint.groups import (
     vector_layout,
 )
 from isobit.checkpoint.names import PREFIXES, TensorGroup, canonical_name, is_outside, required_tensors
-from isobit.checkpoint.store import TensorInfo, TensorStore
+from isobit.checkpoint.store import Each, TensorInfo, TensorStore
 from isobit.checkpoint.trellis import dequantize_embedding
 from isobit.checkpoint.weights import (
     Exl3Linear,
@@ -30,11 +29,11 @@ from isobit.checkpoint.weights import (
     PlainEmbedding,
     PlainLinear,
     QuantizedEmbedding,
+    all_finite,
 )
 from isobit.errors import CheckpointError
 
 Projection = Literal["gate_proj", "up_proj", "down_proj"]
-Each = Callable[..., Iterable[Any]]
 
 
 @dataclass(frozen=True)
@@ -122,14 +121,14 @@ class Checkpoint:
         return self.source(f"{block}.experts.{expert}.{projection}").weight
 
     def source(self, name: str) -> PlainLinear:
-        """One unquantized linear layer; CheckpointError if the folder holds it quantized."""
+        """One unquantized linear layer, its weight float32; CheckpointError if the folder holds it quantized."""
         layer = self.linear(name)
         if isinstance(layer, Exl3Linear):
             raise CheckpointError(
                 f"{self.folder}: {layer.name} is quantized already, expected a plain weight; start from the original "
                 "Hugging Face folder"
             )
-        return layer
+        return replace(layer, weight=layer.weight.astype(np.float32, copy=False))
 
     def vector(self, name: str, shape: tuple[int, ...] | None = None) -> np.ndarray:
         """float32, a norm's weight, `A_log`, `dt_bias` or a convolution; size-1 axes of matrices are dropped.
@@ -244,7 +243,7 @@ class Checkpoint:
         info, n, k = parts["weight"], group.out_features, group.in_features
         rows = layout.rows
         stored = self.store.read(info.name) if rows is None else self.store.read_rows(info.name, *rows)
-        weight = self._finite(_widen(stored, info), info)[:n, :k]
+        weight = self._finite(_held(stored, info), info)[:n, :k]
         bias = self._floats(parts["bias"])[:n] if "bias" in parts else None
         name = info.name.removesuffix(".weight") if rows is None else self.file_name(group.name)
         return PlainLinear(name, np.ascontiguousarray(weight), None if bias is None else np.ascontiguousarray(bias))
@@ -254,7 +253,7 @@ class Checkpoint:
         if isinstance(embedding, QuantizedEmbedding):
             return PlainLinear(embedding.name, np.ascontiguousarray(dequantize_embedding(embedding), np.float32))
         info = self.embedding_layout().parts["weight"]
-        return PlainLinear(embedding.name, self._finite(_widen(self.store.read(info.name), info), info))
+        return PlainLinear(embedding.name, self._finite(_held(self.store.read(info.name), info), info))
 
     def _scales(self, parts: dict[str, TensorInfo], scale: str, signs: str) -> np.ndarray:
         if scale in parts:
@@ -279,7 +278,7 @@ class Checkpoint:
         return self.store.read(info.name).astype(np.int64)
 
     def _finite(self, values: np.ndarray, info: TensorInfo) -> np.ndarray:
-        if not np.isfinite(values).all():
+        if not all_finite(values):
             raise CheckpointError(
                 f"{info.file}: tensor {info.name} holds NaN or infinite values, expected finite ones; {AGAIN}"
             )
@@ -304,6 +303,11 @@ def _text_prefix(store: TensorStore) -> str:
             "file that does not belong to this checkpoint"
         )
     return found[0]
+
+
+def _held(stored: np.ndarray, info: TensorInfo) -> np.ndarray:
+    """A plain weight as `PlainLinear` has it: float16 as it is, all else float32."""
+    return stored if info.dtype == "F16" else _widen(stored, info)
 
 
 def _widen(stored: np.ndarray, info: TensorInfo) -> np.ndarray:

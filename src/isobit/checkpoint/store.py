@@ -14,7 +14,7 @@ import os
 import secrets
 import shutil
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -48,7 +48,12 @@ FORMAT_NAMES: dict[np.dtype, str] = {
 HEADER_LIMIT = 100_000_000  # bytes; the safetensors package refuses longer headers too
 MAX_AXES = 64  # NumPy's
 SHOWN = 80  # characters of a wrong value that a message repeats
+Each = Callable[..., Iterable[Any]]  # a `map`, whose calls may go to several threads
+
 READ_BYTES = 1 << 30  # one pread cannot return more than 2 GiB
+RUN_BYTES = 8 << 20  # that one call reads of tensors that are fetched
+RUN_TENSORS = 512  # that it reads at most; systems take up to 1,024 places
+ALIGNMENT = 64  # bytes, of tensors that share memory
 
 
 @dataclass(frozen=True)
@@ -74,6 +79,7 @@ class TensorStore:
         self.folder = Path(folder)
         self._files: dict[Path, _File] = {}
         self._tensors: dict[str, TensorInfo] = {}
+        self._fetched: dict[str, np.ndarray] = {}
         try:
             self._open_all()
         except BaseException:
@@ -112,8 +118,12 @@ class TensorStore:
             ) from None
 
     def map(self, name: str) -> np.ndarray:
-        """A read-only view of the file's bytes, paged in on use. bfloat16 comes as uint16."""
+        """A read-only view of the file's bytes, paged in on use, or what was fetched. bfloat16 comes as uint16."""
         info = self.info(name)
+        fetched = self._fetched.pop(name, None)
+        if fetched is not None:
+            fetched.flags.writeable = False
+            return fetched
         if info.nbytes == 0:
             empty = np.empty(info.shape, NUMPY_TYPES[info.dtype])
             empty.flags.writeable = False
@@ -122,6 +132,9 @@ class TensorStore:
 
     def read(self, name: str) -> np.ndarray:
         """An owned, writable, aligned, C-contiguous copy of a tensor. bfloat16 comes as uint16."""
+        fetched = self._fetched.pop(name, None)
+        if fetched is not None:
+            return fetched
         info = self.info(name)
         array = np.empty(info.shape, NUMPY_TYPES[info.dtype])
         self._files[info.file].read_into(info.offset, _bytes_of(array))
@@ -138,6 +151,27 @@ class TensorStore:
         self._files[info.file].read_into(info.offset + first * width * kind.itemsize, _bytes_of(array))
         return array
 
+    def fetch(self, names: Iterable[str], each: Each, block: np.ndarray | None = None) -> None:
+        """Read tensors now, neighbours in one call; the next `read` or `map` of each gives it away.
+
+        each: a `map`, whose calls may go to several threads. block: uint8, memory of `block_bytes` that they lie in;
+        without, each has its own. Raises CheckpointError as `read` does.
+        """
+        place = {path: number for number, path in enumerate(self._files)}
+        infos = sorted(map(self.info, names), key=lambda info: (place[info.file], info.offset))
+        arrays = [_unread(info) for info in infos] if block is None else _in_block(infos, block)
+        for _ in each(lambda run: run.file.read_into(run.offset, *run.targets), self._runs(infos, arrays)):
+            pass
+        self._fetched.update((info.name, array) for info, array in zip(infos, arrays, strict=True))
+
+    def block_bytes(self, names: Iterable[str]) -> int:
+        """Bytes that a block takes which these tensors are fetched to."""
+        return sum(_aligned(self.info(name).nbytes) for name in names)
+
+    def drop_fetched(self) -> None:
+        """Forget what was fetched and not asked for since."""
+        self._fetched.clear()
+
     def will_need(self, names: Sequence[str]) -> None:
         """Have the system read these tensors ahead, where it can."""
         for info in map(self.info, names):
@@ -145,6 +179,7 @@ class TensorStore:
 
     def close(self) -> None:
         """Close the files. Views given out by `map` stay valid."""
+        self.drop_fetched()
         for file in self._files.values():
             file.close()
 
@@ -153,6 +188,21 @@ class TensorStore:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+    def _runs(self, infos: Sequence[TensorInfo], arrays: Sequence[np.ndarray]) -> "Iterator[_Run]":
+        """What to read at a time of tensors in file order: bytes that follow each other, not too many."""
+        run = None
+        for info, array in zip(infos, arrays, strict=True):
+            file, data = self._files[info.file], _bytes_of(array)
+            for first in range(0, len(data), RUN_BYTES):
+                piece = data[first : first + RUN_BYTES]
+                if run is None or not run.continues(file, info.offset + first, len(piece)):
+                    if run is not None:
+                        yield run
+                    run = _Run(file, info.offset + first)
+                run.add(piece)
+        if run is not None:
+            yield run
 
     def _open_all(self) -> None:
         if not self.folder.is_dir():
@@ -214,17 +264,19 @@ class _File:
                 self._map = mmap.mmap(self._open_descriptor(), 0, access=mmap.ACCESS_READ)
             return self._map
 
-    def read_into(self, offset: int, target: memoryview) -> None:
+    def read_into(self, offset: int, *targets: memoryview) -> None:
+        """Read bytes that follow each other into the targets in turn."""
         descriptor = self._open_descriptor()
-        done = 0
-        while done < len(target):
+        left = [target for target in targets if len(target)]
+        while left:
             try:
-                count = os.preadv(descriptor, [target[done : done + READ_BYTES]], offset + done)
+                count = os.preadv(descriptor, [left[0][:READ_BYTES]] if len(left) == 1 else left, offset)
             except OSError as error:
                 raise CheckpointError(f"{self.path}: cannot be read ({error.strerror})") from None
             if count == 0:
-                raise self._bad(f"is truncated: it ends at byte {offset + done}")
-            done += count
+                raise self._bad(f"is truncated: it ends at byte {offset}")
+            offset += count
+            left = _without(left, count)
 
     def will_need(self, offset: int, size: int) -> None:
         if hasattr(os, "posix_fadvise"):
@@ -293,6 +345,23 @@ class _File:
             raise self._bad(f"is truncated: its tensors take {end} bytes, the file has {self.size}")
         if end < self.size:
             raise self._bad(f"has {self.size - end} bytes after its last tensor that nothing claims")
+
+
+class _Run:
+    """Bytes of a file from `offset` on, and the places in memory that they are read into in turn."""
+
+    def __init__(self, file: _File, offset: int):
+        self.file, self.offset, self.nbytes = file, offset, 0
+        self.targets: list[memoryview] = []
+
+    def continues(self, file: _File, offset: int, nbytes: int) -> bool:
+        """Whether so many bytes at `offset` follow the run's, and may be read with them."""
+        follows = file is self.file and offset == self.offset + self.nbytes
+        return follows and self.nbytes + nbytes <= RUN_BYTES and len(self.targets) < RUN_TENSORS
+
+    def add(self, target: memoryview) -> None:
+        self.targets.append(target)
+        self.nbytes += len(target)
 
 
 def read_tensors(
@@ -511,13 +580,39 @@ def _shown(value: Any) -> str:
 
 
 def _counts(values: Any) -> bool:
-    return isinstance(values, list) and all(
-        isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63 for value in values
-    )
+    if not isinstance(values, list) or not set(map(type, values)) <= {int}:
+        return False
+    return not values or (min(values) >= 0 and max(values) < 1 << 63)
 
 
 def _bytes_of(array: np.ndarray) -> memoryview:
     return memoryview(array.reshape(-1).view(np.uint8).data)
+
+
+def _without(targets: list[memoryview], count: int) -> list[memoryview]:
+    """What is left of the targets when `count` bytes of them are filled."""
+    for number, target in enumerate(targets):
+        if count < len(target):
+            return [target[count:], *targets[number + 1 :]]
+        count -= len(target)
+    return []
+
+
+def _unread(info: TensorInfo) -> np.ndarray:
+    return np.empty(info.shape, NUMPY_TYPES[info.dtype])
+
+
+def _in_block(infos: Sequence[TensorInfo], block: np.ndarray) -> list[np.ndarray]:
+    """Room for the tensors, one after the other."""
+    places = itertools.accumulate((_aligned(info.nbytes) for info in infos), initial=0)
+    return [
+        np.ndarray(info.shape, NUMPY_TYPES[info.dtype], block, place)
+        for info, place in zip(infos, places, strict=False)
+    ]
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def _sync_folder(folder: Path) -> None:

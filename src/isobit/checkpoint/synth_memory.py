@@ -7,7 +7,7 @@ a checkpoint of the real size is there in seconds. They are a function of the op
 import hashlib
 import math
 import re
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -17,7 +17,7 @@ import numpy as np
 from isobit.checkpoint.config import FlashNextConfig, load_config, load_stop_tokens
 from isobit.checkpoint.names import PUBLISHED_PREFIX
 from isobit.checkpoint.reader import Checkpoint
-from isobit.checkpoint.store import NUMPY_TYPES, TensorInfo, TensorStore
+from isobit.checkpoint.store import NUMPY_TYPES, Each, TensorInfo, TensorStore
 from isobit.checkpoint.synth import plan_layout
 from isobit.checkpoint.synth_options import SynthOptions
 from isobit.checkpoint.synth_recipe import MAKE_AGAIN, RECIPE_FILE, read_recipe
@@ -69,6 +69,7 @@ class MemoryStore(TensorStore):
     def __init__(self, tensors: dict[str, Tensor], options: SynthOptions, folder: Path):
         self.folder, self.options = folder, options
         self._files = {}
+        self._fetched = {}
         self._made = tensors
         self._tensors = {name: _info(name, tensor, folder) for name, tensor in tensors.items()}
         self._pools: dict[Hashable, np.ndarray] = {}
@@ -97,6 +98,13 @@ class MemoryStore(TensorStore):
         if not 0 <= first <= first + count <= len(rows):
             raise CheckpointError(f"{info.file}: {name} has {len(rows)} rows, asked for {first} to {first + count}")
         return rows[first : first + count]
+
+    def fetch(self, names: Iterable[str], each: Each, block: np.ndarray | None = None) -> None:
+        """Nothing is read from anywhere."""
+
+    def block_bytes(self, names: Iterable[str]) -> int:
+        """Nothing is put anywhere."""
+        return 0
 
     def will_need(self, names: Sequence[str]) -> None:
         """Nothing is read from anywhere."""

@@ -37,7 +37,10 @@ class Exl3Linear:
 
 @dataclass(frozen=True)
 class PlainLinear:
-    """An unquantized linear layer. weight: float32 [N, K] (fp16 and bf16 widen exactly); bias: float32 [N] or None."""
+    """An unquantized linear layer, bias: float32 [N] or None.
+
+    weight: float32 [N, K], or float16 as it is stored (bf16 widens exactly).
+    """
 
     name: str
     weight: np.ndarray
@@ -53,6 +56,16 @@ class PlainLinear:
 
 
 Linear = Exl3Linear | PlainLinear
+
+HALF_INFINITY = 0x7C00
+
+
+def all_finite(values: np.ndarray) -> bool:
+    """Whether no value is NaN or infinite; of halves by their bits, as NumPy widens each of them."""
+    if values.dtype == np.float16:
+        sizes = values.view(np.uint16) & np.uint16(0x7FFF)
+        return int(np.maximum.reduce(sizes, axis=None, initial=0)) < HALF_INFINITY
+    return bool(np.isfinite(values).all())
 
 
 @dataclass(frozen=True)

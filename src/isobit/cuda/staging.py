@@ -13,6 +13,7 @@ BUFFER_BYTES = 64 << 20
 BUFFERS = 2
 COPYING_THREADS = 8
 PART_BYTES = 1 << 20  # that one thread copies at a time
+TASK_BYTES = 4 << 20  # of parts that it copies in turn
 
 Piece = tuple[int, np.ndarray]  # where an array goes, in bytes from the start of the block
 
@@ -25,13 +26,15 @@ def upload(pieces: Sequence[Piece], nbytes: int) -> torch.Tensor:
         for place, part in parts:
             block[place : place + part.nbytes].copy_(torch.from_numpy(part if part.flags.writeable else part.copy()))
         return block
-    for number, batch in enumerate(_batches(sorted(parts, key=lambda part: part[0]))):
+    for number, batch in enumerate(_spans(sorted(parts, key=lambda part: part[0]), BUFFER_BYTES)):
         _send(block, batch, *_buffers()[number % BUFFERS])
     return block
 
 
 def upload_one(array: np.ndarray) -> torch.Tensor:
     """The array on the device, of a mapped file at the disk's speed."""
+    if array.nbytes < PART_BYTES:
+        return memory.to_device(array)
     kind = torch.from_numpy(np.empty(0, array.dtype)).dtype
     return upload([(0, array)], array.nbytes).view(kind).view(array.shape)
 
@@ -42,16 +45,16 @@ def _parts(array: np.ndarray) -> Iterator[Piece]:
         yield first, flat[first : first + PART_BYTES]
 
 
-def _batches(parts: list[Piece]) -> Iterator[list[Piece]]:
-    """Consecutive parts that together span at most a buffer."""
-    batch: list[Piece] = []
+def _spans(parts: list[Piece], nbytes: int) -> Iterator[list[Piece]]:
+    """Consecutive parts that together span at most so many bytes."""
+    span: list[Piece] = []
     for place, part in parts:
-        if batch and place + part.nbytes - batch[0][0] > BUFFER_BYTES:
-            yield batch
-            batch = []
-        batch.append((place, part))
-    if batch:
-        yield batch
+        if span and place + part.nbytes - span[0][0] > nbytes:
+            yield span
+            span = []
+        span.append((place, part))
+    if span:
+        yield span
 
 
 def _send(block: torch.Tensor, batch: list[Piece], buffer: torch.Tensor, sent: torch.cuda.Event) -> None:
@@ -61,9 +64,15 @@ def _send(block: torch.Tensor, batch: list[Piece], buffer: torch.Tensor, sent: t
     staging = buffer.numpy()
     end = 0
     for place, part in batch:
-        staging[end : place - first] = 0
+        if end < place - first:
+            staging[end : place - first] = 0
         end = place - first + part.nbytes
-    list(_threads().map(lambda piece: np.copyto(staging[piece[0] - first :][: piece[1].nbytes], piece[1]), batch))
+
+    def copy(task: list[Piece]) -> None:
+        for place, part in task:
+            np.copyto(staging[place - first : place - first + part.nbytes], part)
+
+    list(_threads().map(copy, _spans(batch, TASK_BYTES)))
     block[first : first + size].copy_(buffer[:size], non_blocking=True)
     sent.record()
 

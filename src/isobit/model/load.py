@@ -25,7 +25,8 @@ def load_model(checkpoint: Checkpoint, ops: Any, context: int, progress: Progres
     """
     config = checkpoint.config
     prefixes = [f"layers.{index}" for index in range(config.num_hidden_layers)]
-    with environment.default(), ReadAhead(checkpoint, [*prefixes, *([MTP_LAYER] if config.has_mtp else [])]) as ahead:
+    layers = [*prefixes, *([MTP_LAYER] if config.has_mtp else [])]
+    with environment.default(), ReadAhead(checkpoint, layers, copies=ops.family != "cpu") as ahead:
         return _load(Loader(checkpoint, ops, context, ahead), Steps(checkpoint, progress))
 
 
@@ -39,6 +40,7 @@ def _load(loader: "Loader", steps: "Steps") -> FlashNext:
     if config.has_mtp:
         mtp = loader.mtp()
         steps.done("mtp")
+    loader.ahead.wait_for_last()
     embedding = ops.prepare_embedding(checkpoint.embedding())
     steps.done("embed_tokens")
     head = ops.prepare_linear(checkpoint.head())
@@ -94,6 +96,7 @@ class Loader:
 
     def layer(self, name: str, prefix: str, attention: bool) -> Layer:
         """A decoder layer; `name` keys its state, `prefix` its tensors."""
+        self.ahead.wait(prefix)
         has_ngram = self.checkpoint.has_ngram(prefix)
         return Layer(
             name=name,

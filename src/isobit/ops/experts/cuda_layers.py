@@ -32,7 +32,7 @@ LAYER = np.dtype(
     ]
 )
 POINTERS = ("weights", "input_scales", "output_scales", "bias")
-OFFSETS = np.dtype([(name, np.int64) for name in POINTERS])
+NOWHERE = -1
 
 
 @dataclass(frozen=True)
@@ -50,19 +50,18 @@ class PlacedLayers:
 
 def place_layers(layers: Sequence[Linear]) -> PlacedLayers:
     """Put the layers on the device. Raises CheckpointError when the tensors of one do not fit each other."""
-    pieces, nbytes = [], 0
-    table, offsets = np.zeros(len(layers), LAYER), np.full(len(layers), -1, OFFSETS)
-    for i, layer in enumerate(layers):
+    pieces, nbytes, rows = [], 0, []
+    for layer in layers:
+        offsets = dict.fromkeys(POINTERS, NOWHERE)
         for name, array in _arrays(layer).items():
             pieces.append((nbytes, array))
-            offsets[i][name] = nbytes
+            offsets[name] = nbytes
             nbytes += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
-        table[i]["format"] = PLAIN if isinstance(layer, PlainLinear) else format_number(layer)
-        table[i]["inputs"], table[i]["outputs"] = stored_sizes(layer)
-        table[i]["real_outputs"] = layer.out_features
-    arena = upload(pieces, nbytes)
+        number = PLAIN if isinstance(layer, PlainLinear) else format_number(layer)
+        rows.append((*offsets.values(), number, *stored_sizes(layer), layer.out_features))
+    arena, table = upload(pieces, nbytes), np.array(rows, LAYER)
     for name in POINTERS:
-        table[name] = np.where(offsets[name] < 0, 0, offsets[name] + arena.data_ptr())
+        table[name] = np.where(table[name] == NOWHERE, 0, table[name] + arena.data_ptr())
     return PlacedLayers(memory.to_device(table.view(np.uint8)), arena, macros_of(layers))
 
 

@@ -158,7 +158,7 @@ def _plain_tiles(weight: np.ndarray, number: int) -> np.ndarray:
     tile_rows, tile_columns = -(-k // TILE), -(-n // TILE)
     tiles = np.empty((tile_rows, tile_columns, TILE, TILE), np.uint32 if number == FLOAT32 else np.uint16)
     for first in range(0, n, PREPARED_ROWS):
-        values = narrowed(np.ascontiguousarray(weight[first : first + PREPARED_ROWS]).view(np.uint32), number)
+        values = narrowed(weight[first : first + PREPARED_ROWS], number)
         columns = -(-len(values) // TILE)
         padded = np.zeros((columns * TILE, tile_rows * TILE), values.dtype)
         padded[: len(values), :k] = values

@@ -8,8 +8,9 @@ import torch
 
 from isobit.checkpoint.weights import Exl3Linear, Linear, PlainLinear
 from isobit.cuda import memory
+from isobit.cuda.staging import upload_one
 from isobit.errors import CheckpointError
-from isobit.ops.linear.stored import PREPARED_ROWS, check_plain, check_trellis, narrowest_format, padded_bias
+from isobit.ops.linear.stored import check_plain, check_trellis, narrowest_format, padded_bias
 from isobit.ops.linear.tiles import BFLOAT16, FLOAT16
 
 TILE, BLOCK = 16, 128
@@ -18,6 +19,7 @@ CODEBOOK_NUMBERS = {"3inst": 0, "mcg": 1, "mul1": 2}  # as in trellis.cuh
 MOST_SPLIT_OUTPUTS = 512  # of plain layers that keep what rounding their inputs to half leaves
 MOST_FEW_ROWS = 64
 MOST_PASSED_ROWS = 4  # whose sums a thread block hands to another
+PIECE_BYTES = 64 << 20  # of plain weights that are converted at a time
 
 
 def trellis_defines(codebook: str, bits: float) -> dict[str, int]:
@@ -115,7 +117,7 @@ def _trellis_layer(weights: Exl3Linear) -> TrellisLayer:
         weights.n,
         _bias(weights, weights.n),
         trellis_defines(weights.codebook, weights.bits),
-        memory.to_device(np.ascontiguousarray(weights.trellis)),
+        upload_one(weights.trellis),
         memory.to_device(np.ascontiguousarray(weights.suh)),
         memory.to_device(np.ascontiguousarray(weights.svh)),
         memory.zeros((weights.n // BLOCK,), torch.int32),
@@ -144,16 +146,17 @@ def _plain_layer(weights: PlainLinear) -> HalfLayer | FloatLayer:
 
 
 def _on_device(weight: np.ndarray, number: int, inputs: int, outputs: int) -> torch.Tensor:
-    """float32 [N, K] -> a format's values on the device, padded with zeros: float16, float32, or bfloat16 as int16."""
+    """float32 or float16 [N, K] that a format holds exactly -> its values on the device, padded with zeros.
+
+    They are float16, float32, or bfloat16 as int16.
+    """
     dtype = {FLOAT16: torch.float16, BFLOAT16: torch.int16}.get(number, torch.float32)
     placed = memory.zeros((outputs, inputs), dtype)
-    for first in range(0, len(weight), PREPARED_ROWS):
-        piece = np.ascontiguousarray(weight[first : first + PREPARED_ROWS])
-        if number == FLOAT16:
-            piece = piece.astype(np.float16)
-        elif number == BFLOAT16:
-            piece = (piece.view(np.uint32) >> 16).astype(np.uint16).view(np.int16)
-        placed[first : first + len(piece), : piece.shape[1]] = memory.to_device(piece)
+    rows = max(1, PIECE_BYTES // weight[:1].nbytes)
+    for first in range(0, len(weight), rows):
+        piece = upload_one(weight[first : first + rows])
+        values = piece.view(torch.int32) >> 16 if number == BFLOAT16 else piece
+        placed[first : first + len(piece), : piece.shape[1]] = values
     return placed
 
 

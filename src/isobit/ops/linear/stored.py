@@ -5,11 +5,13 @@ from typing import Any
 import numpy as np
 
 from isobit.checkpoint.trellis import BLOCK, TILE
-from isobit.checkpoint.weights import Exl3Linear, Linear, PlainLinear
+from isobit.checkpoint.weights import Exl3Linear, Linear, PlainLinear, all_finite
 from isobit.errors import CheckpointError
 from isobit.ops.linear.tiles import BFLOAT16, FLOAT16, FLOAT32
 
 PREPARED_ROWS = 1024  # of plain weights converted at a time; a multiple of 16
+LEAST_HALF, PAST_HALF = 0x38800000, 0x47800000  # float32 bits of half's least normal value, and of 65536
+LOST_BITS = 0x1FFF  # of a float32's fraction, in half
 
 
 def check_trellis(weights: Exl3Linear) -> None:
@@ -29,10 +31,11 @@ def check_trellis(weights: Exl3Linear) -> None:
 
 
 def check_plain(weights: PlainLinear) -> None:
-    """Raises CheckpointError unless the weight is a finite float32 matrix."""
-    if weights.weight.ndim != 2 or weights.weight.dtype != np.float32:
+    """Raises CheckpointError unless the weight is a finite matrix of float32 or float16."""
+    if weights.weight.ndim != 2 or weights.weight.dtype not in (np.float32, np.float16):
         raise CheckpointError(
-            f"{weights.name}: weight is {weights.weight.dtype} {weights.weight.shape}, expected float32 [N, K]"
+            f"{weights.name}: weight is {weights.weight.dtype} {weights.weight.shape}, expected float32 or float16 "
+            "[N, K]"
         )
     for first in range(0, len(weights.weight), PREPARED_ROWS):
         check_finite(weights, "weight", weights.weight[first : first + PREPARED_ROWS])
@@ -40,26 +43,37 @@ def check_plain(weights: PlainLinear) -> None:
 
 def narrowest_format(weight: np.ndarray) -> int:
     """The format of fewest bytes that holds every weight exactly."""
-    formats = [FLOAT16, BFLOAT16]
+    if weight.dtype == np.float16:
+        return FLOAT16
+    holds = {FLOAT16: _fits_half, BFLOAT16: _fits_bfloat16}
+    formats = list(holds)
     for first in range(0, len(weight), PREPARED_ROWS):
         bits = np.ascontiguousarray(weight[first : first + PREPARED_ROWS]).view(np.uint32)
-        formats = [number for number in formats if np.array_equal(_widened(narrowed(bits, number), number), bits)]
+        formats = [number for number in formats if holds[number](bits)]
     return formats[0] if formats else FLOAT32
 
 
-def narrowed(bits: np.ndarray, number: int) -> np.ndarray:
-    """float32 bits -> the nearest, or a smaller, value's bits in a format."""
+def narrowed(weight: np.ndarray, number: int) -> np.ndarray:
+    """float32 or float16 weights -> their bits in a format that holds them exactly."""
+    weight = np.ascontiguousarray(weight)
     if number == FLOAT16:
-        with np.errstate(over="ignore"):
-            return bits.view(np.float32).astype(np.float16).view(np.uint16)
+        return weight.astype(np.float16, copy=False).view(np.uint16)
+    bits = weight.view(np.uint32)
     return (bits >> 16).astype(np.uint16) if number == BFLOAT16 else bits
 
 
-def _widened(narrow: np.ndarray, number: int) -> np.ndarray:
-    """Inverse of `narrowed` for a 16-bit format."""
-    if number == FLOAT16:
-        return narrow.view(np.float16).astype(np.float32).view(np.uint32)
-    return narrow.astype(np.uint32) << 16
+def _fits_half(bits: np.ndarray) -> bool:
+    """Whether half holds all values exactly, given as float32 bits."""
+    sizes = bits & np.uint32(0x7FFFFFFF)
+    if (sizes >= PAST_HALF).any() or (bits & np.uint32(LOST_BITS)).any():
+        return False
+    small = sizes[sizes < LEAST_HALF].view(np.float32)
+    return np.array_equal(small.astype(np.float16).astype(np.float32), small)
+
+
+def _fits_bfloat16(bits: np.ndarray) -> bool:
+    """Whether bfloat16 holds all values exactly, given as float32 bits."""
+    return not (bits & np.uint32(0xFFFF)).any()
 
 
 def padded_bias(weights: Linear, columns: int) -> np.ndarray:
@@ -75,7 +89,7 @@ def padded_bias(weights: Linear, columns: int) -> np.ndarray:
 
 def check_finite(weights: Linear, what: str, array: np.ndarray) -> None:
     """Raises CheckpointError when the array holds NaN or infinite values."""
-    if not np.isfinite(array).all():
+    if not all_finite(array):
         raise CheckpointError(
             f"{weights.name}: {what} holds NaN or infinite values, expected finite ones; download the checkpoint again"
         )
