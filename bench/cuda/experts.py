@@ -68,6 +68,7 @@ def random_handle() -> cuda.ExpertsHandle:
         gate_bias=None,
         gate_linear=None,
         inner_counters=memory.zeros((EXPERTS + 1, cuda.MOST_PARTS, INNER // BLOCK), torch.int32),
+        outer_counters=memory.zeros((EXPERTS + 1, cuda.MOST_PARTS, HIDDEN // BLOCK), torch.int32),
         row_counters=memory.zeros((cuda.MOST_FEW_ROWS, HIDDEN // BLOCK), torch.int32),
         nbytes=layers.nbytes,
     )
