@@ -10,7 +10,7 @@ from isobit.checkpoint.weights import Linear, PlainLinear
 from isobit.cuda import kernels, memory
 from isobit.cuda.kernels import Constant, Settled
 from isobit.ops.experts.cuda_layers import BLOCK, TILE, PlacedLayers, place_layers, stored_sizes, whole_blocks
-from isobit.ops.experts.cuda_shapes import Products, Shape, even_blocks, many_blocks
+from isobit.ops.experts.cuda_shapes import MANY_BLOCKS_WARPS, Products, Shape, even_blocks, many_blocks
 from isobit.ops.experts.stored import checked_experts
 
 __all__ = ["experts", "prepare_experts", "route"]
@@ -31,7 +31,8 @@ MOST_COLUMNS = {
     "multiply_gate_up": 8,
     "multiply_down": 32,
 }  # of 16 outputs in a thread block of rows that are not fused
-ENOUGH_BLOCKS = 1024  # to keep every processor busy with such rows
+ENOUGH_BLOCKS = 2048  # to keep every processor busy with such rows
+MANY_BLOCKS = 1024  # of the fewest columns: shared out as such rows are, even if they are fused
 MOST_FUSED_ROWS = 4  # that thread blocks rotate themselves
 ROW_PADDING = 32  # of halves, of such a row
 FEW_GATE_BYTES = 2 * 4 * (4 * (BLOCK + 4) + BLOCK)  # of shared memory: twice 128 inputs of the shared expert's gate
@@ -200,7 +201,7 @@ def few_products(name: str, handle: ExpertsHandle, rows: int, chosen: int) -> Pr
 
 def few_shape(name: str, products: Products, fused: bool) -> Shape:
     """How they share it; it changes no byte."""
-    if fused:
+    if fused and products.groups * products.columns // MANY_BLOCKS_WARPS < MANY_BLOCKS:
         return even_blocks(products, memory.multiprocessors(), _shared_bytes())
     return many_blocks(products, MOST_COLUMNS[name], ENOUGH_BLOCKS)
 

@@ -14,7 +14,7 @@
 constexpr int GATE_ROWS = 4;  // that a warp computes the shared expert's gate of at a time
 constexpr int TILES = BLOCK / TILE;  // of 128 inputs, and of a block of outputs
 constexpr int HALF_STEPS = BLOCK / 32;
-constexpr int TERMS_AT_ONCE = MOST_WARPS > 28 ? 6 : 12;  // of a row's terms, on their way
+constexpr int TERMS_AT_ONCE = 4;  // of a row's, on their way: more take registers from the products
 
 // Columns of this thread block at a time.
 DEVICE int warp_columns() { return blockDim.x / WARP / TURNS; }
@@ -321,8 +321,8 @@ DEVICE void multiply(const Layer& layer, int first_column, int last_column, cons
 }
 
 // A block's tile and its list of pairs.
-DEVICE RowTile own_tile(const RowTile* tiles, const int* members, const int* ids, int rows, int chosen, int experts,
-                        int number, const int*& list) {
+DEVICE const RowTile& own_tile(const RowTile* tiles, const int* members, const int* ids, int rows, int chosen,
+                               int experts, int number, const int*& list) {
 #if FUSED
     __shared__ RowTile tile;
     __shared__ int own_members[TILE_ROWS];
@@ -382,6 +382,39 @@ struct Ended {
     __device__ __forceinline__ int block(int i) const { return (first + i * warp_columns()) / TILES; }
 };
 
+// Where hidden values go, halves or floats [pairs, width], and the sums [pairs, 2, width] that they come from.
+struct Hidden {
+    const float* sums;
+    half_bits* halves;
+    float* floats;
+    int width;
+};
+
+// Go on with the columns of gate and up that this warp has ended.
+DEVICE void finish_gate_up(const Layer* layers, const RowTile& tile, const int* list, Columns own, Hidden hidden,
+                           int* counters) {
+    if (own.first >= own.last) return;
+    const int lane = threadIdx.x % WARP;
+    const Ended ended(layer_of(layers, tile.expert, GATE), own, threadIdx.x / WARP);
+    if (ended.count == 0) return;
+    // What the last arrival needs is asked for before it.
+    const int inner_width = hidden.width;
+    Triple expert(layers, tile.expert, ended.block(0), lane);
+    int* tile_counters = counters + (tile.expert * MOST_PARTS + tile.part) * (inner_width / BLOCK);
+    unsigned lasts = last_arrivals(lane < ended.count, tile_counters + ended.block(lane), 2 * TILES);
+    for (; lasts; lasts &= lasts - 1) {
+        const int block = ended.block(lowest_of(lasts));
+        if (block != expert.block) expert.load_scales(block, lane);
+#pragma unroll 1
+        for (int member = 0; member < tile.count; member++) {
+            const int64 pair = list[member];
+            const float* source = hidden.sums + pair * 2 * inner_width + block * BLOCK;
+            write_hidden_by_warp(expert, source, source + inner_width, lane, hidden.halves + pair * inner_width,
+                                 hidden.floats + pair * inner_width);
+        }
+    }
+}
+
 // ready [2][pairs, width], the inputs of gate and up -> those of down: halves, or floats if plain [pairs, inner_width].
 //
 // grid (2 * ceil(inner_width / 16 / columns), gate_rows + tiles), 32 * TURNS threads a column at a time. gate_rows 1:
@@ -430,57 +463,84 @@ extern "C" __global__ void __launch_bounds__(MOST_WARPS* WARP) multiply_gate_up(
             shared_gate_logits_by_warp(x, hidden, rows, first, gate_weights, gate_inputs, gate_bias, gate_logits,
                                        staged);
     }
-    const Ended ended(layer, own, warp);
-    if (ended.count == 0) return;
-    // What the last arrival needs is asked for before it.
-    Triple expert(layers, tile.expert, ended.block(0), lane);
-    int* tile_counters = counters + (tile.expert * MOST_PARTS + tile.part) * (inner_width / BLOCK);
-    unsigned lasts = last_arrivals(lane < ended.count, tile_counters + ended.block(lane), 2 * TILES);
-    for (; lasts; lasts &= lasts - 1) {
-        const int block = ended.block(lowest_of(lasts));
-        if (block != expert.block) expert.load_scales(block, lane);
-#pragma unroll 1
-        for (int member = 0; member < tile.count; member++) {
-            const int64 pair = list[member];
-            const float* source = sums + pair * 2 * inner_width + block * BLOCK;
-            write_hidden_by_warp(expert, source, source + inner_width, lane, halves + pair * inner_width,
-                                 floats + pair * inner_width);
-        }
-    }
+    finish_gate_up(layers, tile, list, own, {sums, halves, floats, inner_width}, counters);
 }
 
-// What a row of y [rows, hidden] is made of: its pairs' terms [pairs, width], in the order of its choices' experts.
+// What a row of y [rows, hidden] is made of: its pairs' sums [pairs, width], which become their weighted outputs;
+// choices and weights [rows, chosen]; and the shared expert's gate.
 struct Mixture {
-    const float* terms;
+    float* sums;
     const int* ids;
+    const float* weights;
+    const float* gate_logits;
     int chosen, experts, width, hidden;
     float* y;
+
+    __device__ __forceinline__ float weight(int row, int choice) const {
+        return choice == chosen ? sigmoid32(gate_logits[row]) : weights[row * chosen + choice];
+    }
 };
 
-// 128 outputs of a row: its terms added in expert shards, the shared expert last.
+// 128 outputs of a row: its terms added in expert shards, the shared expert last. As ShardedSums, without its branches:
+// to leave an empty shard adds 0 to a total that is never -0.
 DEVICE void add_terms_by_warp(const Mixture& mixture, int row, int block, int lane) {
     const int chosen = mixture.chosen, *ids = mixture.ids + row * chosen;
-    const float* terms = mixture.terms + static_cast<int64>(row) * (chosen + 1) * mixture.width + block * BLOCK;
-    ShardedSums<4> sums(mixture.experts);
+    const int shard_size = (mixture.experts + EXPERT_SHARDS - 1) / EXPERT_SHARDS;
+    const float* terms = mixture.sums + static_cast<int64>(row) * (chosen + 1) * mixture.width + block * BLOCK;
+    double totals[4] = {}, shard_sums[4] = {};
+    float shared[4] = {};
 #pragma unroll 1
     for (int first = 0; first <= chosen; first += TERMS_AT_ONCE) {
-        const int own_id = lane < TERMS_AT_ONCE && first + lane < chosen ? ids[first + lane] : 0;
+        const int own = smaller(first + lane, chosen - 1), before = larger(own - 1, 0);
         float values[TERMS_AT_ONCE][4];
 #pragma unroll
         for (int i = 0; i < TERMS_AT_ONCE; i++)
-            if (first + i <= chosen)
-                load_four(terms + static_cast<int64>(first + i) * mixture.width, lane, values[i]);
+            load_four(terms + static_cast<int64>(smaller(first + i, chosen)) * mixture.width, lane, values[i]);
+        const unsigned begins_shard = ballot(ids[own] / shard_size != ids[before] / shard_size);
 #pragma unroll
         for (int i = 0; i < TERMS_AT_ONCE; i++) {
-            const int expert = shuffle(own_id, i);
-            if (first + i < chosen) sums.add(expert, values[i]);
-            if (first + i != chosen) continue;
-            float outputs[4];
+            const bool routed = first + i < chosen, begins = routed && (begins_shard >> i & 1) != 0;
 #pragma unroll
-            for (int j = 0; j < 4; j++) outputs[j] = sums.with_shared(j, values[i][j]);
-            store_outputs(outputs, mixture.y + static_cast<int64>(row) * mixture.hidden, block * BLOCK + 4 * lane,
-                          mixture.hidden);
+            for (int j = 0; j < 4; j++) {
+                if (begins) {
+                    totals[j] = totals[j] + shard_sums[j];
+                    shard_sums[j] = 0.0;
+                }
+                if (routed) shard_sums[j] = shard_sums[j] + values[i][j];
+                if (first + i == chosen) shared[j] = values[i][j];
+            }
         }
+    }
+    float outputs[4];
+#pragma unroll
+    for (int j = 0; j < 4; j++) outputs[j] = static_cast<float>(totals[j] + shard_sums[j] + shared[j]);
+    store_outputs(outputs, mixture.y + static_cast<int64>(row) * mixture.hidden, block * BLOCK + 4 * lane,
+                  mixture.hidden);
+}
+
+// Go on with the columns of down that this warp has ended.
+DEVICE void finish_down(const Layer* layers, const RowTile& tile, const int* list, Columns own, Mixture mixture,
+                        int* tile_counters, int* row_counters) {
+    const int lane = threadIdx.x % WARP, width = mixture.width;
+    const Layer& down = layer_of(layers, tile.expert, DOWN);
+    const Ended ended(down, own, threadIdx.x / WARP);
+    if (ended.count == 0) return;
+    // What the last arrival needs is asked for before it.
+    const int choices = mixture.chosen + 1, pair = list[smaller(lane, tile.count - 1)], row = pair / choices;
+    const int choice = pair % choices;
+    const float weight = mixture.weight(row, choice);
+    uint2 scales = scales_of(down.output_scales, ended.block(0), lane);
+    tile_counters += (tile.expert * MOST_PARTS + tile.part) * (width / BLOCK);
+    unsigned lasts = last_arrivals(lane < ended.count, tile_counters + ended.block(lane), TILES);
+    for (; lasts; lasts &= lasts - 1) {
+        const int block = ended.block(lowest_of(lasts));
+        if (block != ended.block(0)) scales = scales_of(down.output_scales, block, lane);
+#pragma unroll 1
+        for (int member = 0; member < tile.count; member++)
+            weight_outputs_by_warp(down, scales, block, shuffle(weight, member), lane,
+                                   mixture.sums + static_cast<int64>(shuffle(pair, member)) * width + block * BLOCK);
+        unsigned ready = last_arrivals(lane < tile.count, row_counters + row * (width / BLOCK) + block, choices);
+        for (; ready; ready &= ready - 1) add_terms_by_warp(mixture, shuffle(row, lowest_of(ready)), block, lane);
     }
 }
 
@@ -494,7 +554,7 @@ extern "C" __global__ void __launch_bounds__(MOST_WARPS* WARP) multiply_down(
     const float* gate_logits, int rows, int chosen, int experts, float* y, int hidden, int width, int columns) {
     DYNAMIC_SHARED(uint4, shared);
     const int* list;
-    const RowTile tile = own_tile(tiles, members, ids, rows, chosen, experts, blockIdx.y, list);
+    const RowTile& tile = own_tile(tiles, members, ids, rows, chosen, experts, blockIdx.y, list);
     if (tile.count == 0) {
         await_inputs();
         return;
@@ -507,25 +567,6 @@ extern "C" __global__ void __launch_bounds__(MOST_WARPS* WARP) multiply_down(
     fetch_scales(layer.output_scales, own.first_block(), own.blocks());
     multiply<false>(layer, own.first, own.last, tile_rows, shared);
     await_inputs();
-    const Ended ended(layer, own, warp);
-    if (ended.count == 0) return;
-    // What the last arrival needs is asked for before it: a lane a member's weight.
-    const int choices = chosen + 1, pair = list[smaller(lane, tile.count - 1)], row = pair / choices;
-    const int choice = pair % choices;
-    const float weight = choice == chosen ? sigmoid32(gate_logits[row]) : weights[row * chosen + choice];
-    uint2 scales = scales_of(layer.output_scales, ended.block(0), lane);
-    tile_counters += (tile.expert * MOST_PARTS + tile.part) * (width / BLOCK);
-    unsigned lasts = last_arrivals(lane < ended.count, tile_counters + ended.block(lane), TILES);
-    for (; lasts; lasts &= lasts - 1) {
-        const int block = ended.block(lowest_of(lasts));
-        if (block != ended.block(0)) scales = scales_of(layer.output_scales, block, lane);
-#pragma unroll 1
-        for (int member = 0; member < tile.count; member++)
-            weight_outputs_by_warp(layer, scales, block, shuffle(weight, member), lane,
-                                   sums + static_cast<int64>(shuffle(pair, member)) * width + block * BLOCK);
-        const Mixture mixture = {sums, ids, chosen, experts, width, hidden, y};
-        unsigned ready =
-            last_arrivals(lane < tile.count, row_counters + row * (width / BLOCK) + block, choices);
-        for (; ready; ready &= ready - 1) add_terms_by_warp(mixture, shuffle(row, lowest_of(ready)), block, lane);
-    }
+    finish_down(layers, tile, list, own, {sums, ids, weights, gate_logits, chosen, experts, width, hidden, y},
+                tile_counters, row_counters);
 }
