@@ -134,6 +134,14 @@ def test_few_rows_have_the_same_bytes_however_warps_share_columns(monkeypatch, g
         assert compute(inputs, handle, cuda.FEW_ROWS).tobytes() == expected.tobytes()
 
 
+def test_plain_layers_beside_trellis_layers_end_with_other_turns(monkeypatch):
+    host = cuda_contract.mixed_experts(np.random.default_rng(21), 7, 384, 136)
+    handle, inputs = prepare(host), some_rows(np.random.default_rng(22), 4, host, 3)
+    expected = compute(inputs, handle, cuda.MANY_ROWS)
+    monkeypatch.setattr(cuda, "few_shape", lambda name, products, fused: Shape(7, 4, 1, 3, 28))
+    assert compute(inputs, handle, cuda.FEW_ROWS).tobytes() == expected.tobytes()
+
+
 def test_an_idle_warp_computes_the_gate_where_the_shared_expert_has_fewer_columns_than_others(monkeypatch):
     host = trellis_experts(np.random.default_rng(17), 3, 128, 256, (3, 4), 96)
     handle, inputs = prepare(host), some_rows(np.random.default_rng(18), 2, host, 2)

@@ -390,12 +390,12 @@ struct Hidden {
     int width;
 };
 
-// Go on with the columns of gate and up that this warp has ended.
-DEVICE void finish_gate_up(const Layer* layers, const RowTile& tile, const int* list, Columns own, Hidden hidden,
-                           int* counters) {
+// Go on with the columns of gate or up, which `side` is, that this warp has ended.
+DEVICE void finish_gate_up(const Layer* layers, const RowTile& tile, const int* list, int side, Columns own,
+                           Hidden hidden, int* counters) {
     if (own.first >= own.last) return;
     const int lane = threadIdx.x % WARP;
-    const Ended ended(layer_of(layers, tile.expert, GATE), own, threadIdx.x / WARP);
+    const Ended ended(layer_of(layers, tile.expert, GATE + side), own, threadIdx.x / WARP);
     if (ended.count == 0) return;
     // What the last arrival needs is asked for before it.
     const int inner_width = hidden.width;
@@ -463,7 +463,7 @@ extern "C" __global__ void __launch_bounds__(MOST_WARPS* WARP) multiply_gate_up(
             shared_gate_logits_by_warp(x, hidden, rows, first, gate_weights, gate_inputs, gate_bias, gate_logits,
                                        staged);
     }
-    finish_gate_up(layers, tile, list, own, {sums, halves, floats, inner_width}, counters);
+    finish_gate_up(layers, tile, list, side, own, {sums, halves, floats, inner_width}, counters);
 }
 
 // What a row of y [rows, hidden] is made of: its pairs' sums [pairs, width], which become their weighted outputs;

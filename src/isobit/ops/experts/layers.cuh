@@ -248,7 +248,7 @@ DEVICE void write_terms(const Layer& down, int block, const float* sums, float w
     if (writes) store_octet(v, j, terms);
 }
 
-// By a whole warp: count an arrival of each lane that arrives at its counter. The lanes that are the last of `expected`,
+// By a whole warp: count an arrival of each lane that arrives at its counter. Those that are the last of `expected`,
 // after which their counters are 0 again; what the warps wrote before their arrivals is then to be seen.
 DEVICE unsigned last_arrivals(bool arrives, int* counter, int expected) {
     __syncwarp();
