@@ -68,6 +68,7 @@ def random_handle() -> cuda.ExpertsHandle:
         gate_bias=None,
         gate_linear=None,
         inner_counters=memory.zeros((EXPERTS + 1, cuda.MOST_PARTS, INNER // BLOCK), torch.int32),
+        outer_counters=memory.zeros((EXPERTS + 1, cuda.MOST_PARTS, HIDDEN // BLOCK), torch.int32),
         row_counters=memory.zeros((cuda.MOST_FEW_ROWS, HIDDEN // BLOCK), torch.int32),
         nbytes=layers.nbytes,
     )
@@ -128,20 +129,20 @@ SHAPES: dict[str, Shapes] = {  # to compare with the op's own, by rows
     "multiply_gate_up": {
         1: (Shape(7, 3, 1, 3, 21), Shape(7, 2, 1, 3, 28), Shape(8, 3, 1, 3, 28), Shape(4, 4, 1, 3, 32),
             Shape(3, 4, 1, 3, 28), Shape(10, 2, 1, 3, 28), Shape(5, 4, 1, 3, 28), Shape(4, 1, 1, 2, 32)),
-        2: (Shape(7, 2, 1, 3, 28), Shape(7, 4, 1, 3, 28), Shape(14, 1, 1, 3, 28), Shape(7, 1, 1, 3, 28),
+        2: (Shape(14, 2, 1, 3, 28), Shape(7, 4, 1, 3, 28), Shape(14, 1, 1, 3, 28), Shape(7, 1, 1, 3, 28),
             Shape(4, 1, 1, 2, 32)),
         4: (Shape(5, 2, 1, 3, 28), Shape(10, 1, 1, 3, 28), Shape(7, 1, 1, 3, 28), Shape(20, 1, 1, 3, 28),
             Shape(4, 1, 1, 2, 32), Shape(14, 2, 1, 3, 28)),
         8: (Shape(5, 1, 1, 2, 32), Shape(8, 1, 2, 2, 32), Shape(10, 1, 1, 2, 32), Shape(20, 1, 1, 2, 32)),
     },
     "multiply_down": {
-        1: (Shape(14, 1, 1, 3, 28), Shape(7, 2, 1, 3, 28), Shape(7, 4, 1, 3, 28), Shape(5, 2, 1, 3, 28),
+        1: (Shape(14, 1, 1, 3, 28), Shape(14, 2, 1, 3, 28), Shape(7, 4, 1, 3, 28), Shape(5, 2, 1, 3, 28),
             Shape(7, 3, 1, 3, 21), Shape(4, 2, 1, 3, 28), Shape(4, 1, 1, 2, 32)),
         2: (Shape(14, 1, 1, 3, 28), Shape(14, 2, 1, 3, 28), Shape(7, 1, 1, 3, 28), Shape(7, 2, 1, 3, 28),
             Shape(4, 1, 1, 2, 32)),
-        4: (Shape(5, 1, 1, 3, 28), Shape(10, 1, 1, 3, 28), Shape(20, 1, 2, 3, 28), Shape(8, 1, 2, 2, 32),
-            Shape(8, 1, 1, 3, 28), Shape(4, 1, 1, 2, 32)),
-        8: (Shape(4, 1, 1, 2, 32), Shape(16, 1, 4, 2, 32), Shape(10, 1, 2, 2, 32), Shape(20, 1, 2, 2, 32)),
+        4: (Shape(5, 1, 1, 3, 28), Shape(10, 1, 2, 3, 28), Shape(20, 1, 2, 3, 28), Shape(8, 1, 2, 2, 32),
+            Shape(8, 1, 1, 3, 28), Shape(4, 1, 1, 3, 28)),
+        8: (Shape(8, 1, 2, 2, 32), Shape(16, 1, 4, 2, 32), Shape(10, 1, 2, 2, 32), Shape(20, 1, 2, 2, 32)),
     },
 }  # fmt: skip
 

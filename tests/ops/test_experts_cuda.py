@@ -94,6 +94,17 @@ def test_plain_experts_have_the_bytes_of_the_cpu():
         assert compute(inputs, prepare(host), how).tobytes() == expected.tobytes()
 
 
+@pytest.mark.parametrize(("experts", "chosen", "hidden"), [(9, 7, 50), (13, 8, 20), (5, 1, 150)])
+def test_any_number_of_terms_and_rows_of_any_width_have_the_bytes_of_the_cpu(experts, chosen, hidden):
+    host = plain_experts(np.random.default_rng(19), experts, hidden, 24)
+    handle, inputs = prepare(host), some_rows(np.random.default_rng(20), 5, host, chosen)
+    expected = cpu.experts(*inputs, prepare(host, cpu))
+    for rows in (5, 3):
+        few = compute([array[:rows] for array in inputs], handle, cuda.FEW_ROWS)
+        assert few.tobytes() == expected[:rows].tobytes()
+    assert compute(inputs, handle, cuda.MANY_ROWS).tobytes() == expected.tobytes()
+
+
 @pytest.mark.parametrize("rows", [8, 9, 64, 65, 130])
 def test_tiles_of_every_size_give_the_bytes_of_a_row_alone(rows):
     host = trellis_experts(np.random.default_rng(3), 1, 128, 128)
@@ -110,6 +121,7 @@ def test_tiles_of_every_size_give_the_bytes_of_a_row_alone(rows):
         (Shape(7, 4, 1, 3, 28), Shape(14, 2, 1, 3, 28)),
         (Shape(5, 1, 2, 3, 28), Shape(20, 1, 1, 3, 28)),
         (Shape(3, 3, 1, 2, 28), Shape(5, 4, 1, 3, 28)),
+        (Shape(4, 1, 1, 2, 32), Shape(16, 1, 4, 2, 32)),
     ],
 )
 def test_few_rows_have_the_same_bytes_however_warps_share_columns(monkeypatch, gate_up, down):
@@ -120,6 +132,14 @@ def test_few_rows_have_the_same_bytes_however_warps_share_columns(monkeypatch, g
     monkeypatch.setattr(cuda, "few_shape", lambda name, products, fused: shapes[name])
     for _ in range(2):
         assert compute(inputs, handle, cuda.FEW_ROWS).tobytes() == expected.tobytes()
+
+
+def test_plain_layers_beside_trellis_layers_end_with_other_turns(monkeypatch):
+    host = cuda_contract.mixed_experts(np.random.default_rng(21), 7, 384, 136)
+    handle, inputs = prepare(host), some_rows(np.random.default_rng(22), 4, host, 3)
+    expected = compute(inputs, handle, cuda.MANY_ROWS)
+    monkeypatch.setattr(cuda, "few_shape", lambda name, products, fused: Shape(7, 4, 1, 3, 28))
+    assert compute(inputs, handle, cuda.FEW_ROWS).tobytes() == expected.tobytes()
 
 
 def test_an_idle_warp_computes_the_gate_where_the_shared_expert_has_fewer_columns_than_others(monkeypatch):

@@ -10,7 +10,7 @@ from isobit.checkpoint.weights import Linear, PlainLinear
 from isobit.cuda import kernels, memory
 from isobit.cuda.kernels import Constant, Settled
 from isobit.ops.experts.cuda_layers import BLOCK, TILE, PlacedLayers, place_layers, stored_sizes, whole_blocks
-from isobit.ops.experts.cuda_shapes import Products, Shape, even_blocks, many_blocks
+from isobit.ops.experts.cuda_shapes import MANY_BLOCKS_WARPS, Products, Shape, even_blocks, many_blocks
 from isobit.ops.experts.stored import checked_experts
 
 __all__ = ["experts", "prepare_experts", "route"]
@@ -31,10 +31,11 @@ MOST_COLUMNS = {
     "multiply_gate_up": 8,
     "multiply_down": 32,
 }  # of 16 outputs in a thread block of rows that are not fused
-ENOUGH_BLOCKS = 1024  # to keep every processor busy with such rows
+ENOUGH_BLOCKS = 2048  # to keep every processor busy with such rows
+MANY_BLOCKS = 1024  # of the fewest columns: shared out as such rows are, even if they are fused
 MOST_FUSED_ROWS = 4  # that thread blocks rotate themselves
 ROW_PADDING = 32  # of halves, of such a row
-FEW_GATE_BYTES = 4 * (TILE_ROWS * (BLOCK + 4) + BLOCK)  # of shared memory: 128 inputs of the shared expert's gate
+FEW_GATE_BYTES = 2 * 4 * (4 * (BLOCK + 4) + BLOCK)  # of shared memory: twice 128 inputs of the shared expert's gate
 SMALL_SHARED = ((0, 0), (8, 6), (8, 9), (12, 0), (12, 1))  # architectures with little shared memory
 MANY_STAGES, STAGE_INPUTS, SUMS_PADDING = 3, 64, 4  # of many_products.cu
 
@@ -45,7 +46,8 @@ class ExpertsHandle:
 
     width, inner_width: hidden and inner values in whole blocks. gate: the shared expert's gate, its float32 weights
     padded to whole steps of 16, and its bias; or `gate_linear`, a handle of the linear op, where it is not plain.
-    inner_counters, row_counters: zeros, with which thread blocks see who comes last; zeros again after every call.
+    inner_counters, outer_counters, row_counters: zeros, with which warps see who comes last; zeros again after every
+    call.
     """
 
     routed: int
@@ -57,6 +59,7 @@ class ExpertsHandle:
     gate_bias: torch.Tensor | None
     gate_linear: Any
     inner_counters: torch.Tensor
+    outer_counters: torch.Tensor
     row_counters: torch.Tensor
     nbytes: int
 
@@ -88,6 +91,7 @@ def prepare_experts(
         gate_bias=bias,
         gate_linear=linear_handle,
         inner_counters=memory.zeros((len(triples), MOST_PARTS, inner_width // BLOCK), torch.int32),
+        outer_counters=memory.zeros((len(triples), MOST_PARTS, whole_blocks(hidden) // BLOCK), torch.int32),
         row_counters=memory.zeros((MOST_FEW_ROWS, whole_blocks(hidden) // BLOCK), torch.int32),
         nbytes=layers.nbytes + gate_bytes,
     )
@@ -174,12 +178,10 @@ def _few_rows(
     )  # fmt: skip
     products = few_products("multiply_down", handle, rows, chosen)
     shape = few_shape("multiply_down", products, fused)
-    together = shape.output_blocks if fused else 1
     kernels.load(FEW_PRODUCTS, "multiply_down", **macros, **shape.macros())(
         (shape.slices(products), tiles), 32 * shape.warps, table, Settled(tile_list), Settled(members), halves, floats,
-        inner_width, sums, handle.row_counters, Settled(ids), weights, logits, rows, chosen, handle.routed, y,
-        handle.hidden, width, shape.columns, together,
-        shared=max(shape.shared_bytes(products), 4 * BLOCK * (chosen + 1) * together), early=True,
+        inner_width, sums, handle.outer_counters, handle.row_counters, Settled(ids), weights, logits, rows, chosen,
+        handle.routed, y, handle.hidden, width, shape.columns, shared=shape.shared_bytes(products), early=True,
     )  # fmt: skip
 
 
@@ -199,7 +201,7 @@ def few_products(name: str, handle: ExpertsHandle, rows: int, chosen: int) -> Pr
 
 def few_shape(name: str, products: Products, fused: bool) -> Shape:
     """How they share it; it changes no byte."""
-    if fused:
+    if fused and products.groups * products.columns // MANY_BLOCKS_WARPS < MANY_BLOCKS:
         return even_blocks(products, memory.multiprocessors(), _shared_bytes())
     return many_blocks(products, MOST_COLUMNS[name], ENOUGH_BLOCKS)
 

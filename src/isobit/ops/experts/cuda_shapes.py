@@ -10,6 +10,7 @@ MOST_WARPS = 28  # of a multiprocessor, each lane with registers for 128 inputs'
 MOST_TURNS, MOST_PASSES = 4, 2
 MOST_BLOCKS = 8  # of 128 outputs in a thread block
 BLOCK_COST = 0.5  # of a thread block beside its columns, in columns
+ALONE_COST = 1.0  # of a thread block that waits at its barriers with no other beside it, in columns
 STAGES = 3
 MANY_BLOCKS_WARPS, MANY_BLOCKS_STAGES, MANY_BLOCKS_MOST_WARPS = 4, 2, 32  # where blocks are many
 OWN_SHARED_BYTES = 2 << 10  # of every thread block: the driver's and the kernels' own arrays
@@ -100,5 +101,6 @@ def _shapes(products: Products, processors: int, shared_bytes: int) -> Iterator[
                 count = products.groups * shape.slices(products)
                 needed = -(-count // processors)
                 rounds = needed if needed <= most else -(-needed // most) * most
-                cost = rounds * (passes * shape.warps // turns + BLOCK_COST)
+                alone_cost = ALONE_COST if min(needed, most) == 1 else 0
+                cost = rounds * (passes * shape.warps // turns + BLOCK_COST + alone_cost)
                 yield (cost, -min(needed, most) * shape.warps, count), shape

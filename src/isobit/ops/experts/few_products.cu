@@ -2,7 +2,7 @@
 //
 // A block has `columns` columns of 16 outputs of one expert. Its warps decode 128 inputs of one at a time. With macro
 // TURNS 1 each warp has columns of its own, one after the other; with more, so many warps share a column and take turns
-// in carrying its chains, so that k ascends. The block that is the last to add to 128 outputs goes on with them.
+// in carrying its chains, so that k ascends. The warp that is the last to end 16 of 128 outputs goes on with them.
 // Macro FUSED: 1 if blocks find their tiles and rotate the inputs of gate and up themselves, else few_rows.cu has.
 // MOST_WARPS: of a multiprocessor at a time. STAGES: a warp's chunks on their way.
 #include "ops/experts/formats.cuh"
@@ -11,13 +11,16 @@
 #include "ops/experts/warp_blocks.cuh"
 #include "ops/linear/cuda_turns.cuh"
 
-constexpr int GATE_ROWS = FUSED ? 4 : TILE_ROWS;
+constexpr int GATE_ROWS = 4;  // that a warp computes the shared expert's gate of at a time
 constexpr int TILES = BLOCK / TILE;  // of 128 inputs, and of a block of outputs
 constexpr int HALF_STEPS = BLOCK / 32;
-constexpr int MOST_BLOCKS = 8;  // of 128 outputs in a thread block
+constexpr int TERMS_AT_ONCE = 4;  // of a row's, on their way: more take registers from the products
 
 // Columns of this thread block at a time.
 DEVICE int warp_columns() { return blockDim.x / WARP / TURNS; }
+
+// A warp's turn with its column. First turns may be longer: every scheduler's warps have as many of them.
+DEVICE int turn_of(int warp) { return (warp + warp / TURNS / 2) % TURNS; }
 
 // What warps hand to each other: the chains of a column's 16 outputs, a lane's side by side.
 struct Handed {
@@ -249,9 +252,7 @@ DEVICE void multiply_columns(const Layer& layer, int first_column, int last_colu
     __shared__ Turn turns[MOST_WARPS];
     const int lane = remembered(threadIdx.x % WARP), warp = remembered(threadIdx.x / WARP);
     const int chunks = layer.inputs / BLOCK;
-    const int own = warp / TURNS, column = first_column + own;
-    // First turns may be longer: every scheduler's warps have as many of them.
-    const int turn = (warp + own / 2) % TURNS;
+    const int own = warp / TURNS, column = first_column + own, turn = turn_of(warp);
     Handed& handed = reinterpret_cast<Handed*>(shared)[own];
     TileStages<F> tiles(layer, column, column < last_column ? 1 : 0, turn,
                         shared + handed_pieces() + warp * STAGES * TileStages<F>::stage_pieces, lane);
@@ -308,6 +309,7 @@ DEVICE void multiply(const Layer& layer, int first_column, int last_column, cons
     if (layer.format == PLAIN) {
         await_inputs();
         multiply_plain(layer, first_column, last_column, rows.values_width, rows);
+        __syncthreads();
         return;
     }
 #endif
@@ -319,8 +321,8 @@ DEVICE void multiply(const Layer& layer, int first_column, int last_column, cons
 }
 
 // A block's tile and its list of pairs.
-DEVICE RowTile own_tile(const RowTile* tiles, const int* members, const int* ids, int rows, int chosen, int experts,
-                        int number, const int*& list) {
+DEVICE const RowTile& own_tile(const RowTile* tiles, const int* members, const int* ids, int rows, int chosen,
+                               int experts, int number, const int*& list) {
 #if FUSED
     __shared__ RowTile tile;
     __shared__ int own_members[TILE_ROWS];
@@ -357,36 +359,60 @@ DEVICE void fetch_constants(const Layer* layers, int experts, const float* gate_
     for (int at = threadIdx.x * LINE / 4; at < gate_inputs; at += blockDim.x * LINE / 4) fetch_line(gate_weights + at);
 }
 
+// The lowest lane of some.
+DEVICE int lowest_of(unsigned lanes) { return 31 - leading_zeros(lanes & (0u - lanes)); }
+
 // Columns of a thread block, `first` to `last` - 1, by blocks of 128 outputs.
 struct Columns {
     int first, last;
 
     __device__ __forceinline__ int first_block() const { return first / TILES; }
-    __device__ __forceinline__ int blocks() const { return (last + TILES - 1) / TILES - first / TILES; }
-    __device__ __forceinline__ int in(int block) const {
-        return smaller(last, (block + 1) * TILES) - larger(first, block * TILES);
+    __device__ __forceinline__ int blocks() const { return (last + TILES - 1) / TILES - first / TILES; }};
+
+// The columns of a thread block that a warp ends: it has carried all of their chains, or the last 128 inputs.
+struct Ended {
+    int first, count;
+
+    __device__ __forceinline__ Ended(const Layer& layer, const Columns& own, int warp) {
+        const int apart = warp_columns(), chunks = layer.format == PLAIN ? 1 : layer.inputs / BLOCK;
+        first = own.first + warp / TURNS;
+        const bool ends = turn_of(warp) == (chunks - 1) % TURNS && first < own.last;
+        count = ends ? (own.last - first + apart - 1) / apart : 0;
     }
+    __device__ __forceinline__ int block(int i) const { return (first + i * warp_columns()) / TILES; }
 };
 
-// Which of `count` things this thread block is the last to add to, in all of its threads: their numbers and how many.
-template <typename IsLast>
-DEVICE int completed(int count, IsLast is_last_of, int* numbers) {
-    __shared__ int found_by_all;
-    __syncthreads();
-    if (threadIdx.x < WARP) {
-        int found = 0;
+// Where hidden values go, halves or floats [pairs, width], and the sums [pairs, 2, width] that they come from.
+struct Hidden {
+    const float* sums;
+    half_bits* halves;
+    float* floats;
+    int width;
+};
+
+// Go on with the columns of gate or up, which `side` is, that this warp has ended.
+DEVICE void finish_gate_up(const Layer* layers, const RowTile& tile, const int* list, int side, Columns own,
+                           Hidden hidden, int* counters) {
+    if (own.first >= own.last) return;
+    const int lane = threadIdx.x % WARP;
+    const Ended ended(layer_of(layers, tile.expert, GATE + side), own, threadIdx.x / WARP);
+    if (ended.count == 0) return;
+    // What the last arrival needs is asked for before it.
+    const int inner_width = hidden.width;
+    Triple expert(layers, tile.expert, ended.block(0), lane);
+    int* tile_counters = counters + (tile.expert * MOST_PARTS + tile.part) * (inner_width / BLOCK);
+    unsigned lasts = last_arrivals(lane < ended.count, tile_counters + ended.block(lane), 2 * TILES);
+    for (; lasts; lasts &= lasts - 1) {
+        const int block = ended.block(lowest_of(lasts));
+        if (block != expert.block) expert.load_scales(block, lane);
 #pragma unroll 1
-        for (int first = 0; first < count; first += WARP) {
-            const int number = first + static_cast<int>(threadIdx.x);
-            const bool last = number < count && is_last_of(number);
-            const unsigned lasts = ballot(last);
-            if (last) numbers[found + popcount(lasts & ((1u << threadIdx.x) - 1))] = number;
-            found += popcount(lasts);
+        for (int member = 0; member < tile.count; member++) {
+            const int64 pair = list[member];
+            const float* source = hidden.sums + pair * 2 * inner_width + block * BLOCK;
+            write_hidden_by_warp(expert, source, source + inner_width, lane, hidden.halves + pair * inner_width,
+                                 hidden.floats + pair * inner_width);
         }
-        if (threadIdx.x == 0) found_by_all = found;
     }
-    __syncthreads();
-    return found_by_all;
 }
 
 // ready [2][pairs, width], the inputs of gate and up -> those of down: halves, or floats if plain [pairs, inner_width].
@@ -401,18 +427,20 @@ extern "C" __global__ void __launch_bounds__(MOST_WARPS* WARP) multiply_gate_up(
     float* floats, int inner_width, int columns, int gate_rows, const float* gate_weights, int gate_inputs,
     const float* gate_bias, float* gate_logits) {
     DYNAMIC_SHARED(uint4, shared);
-    __shared__ int numbers[MOST_BLOCKS];
     fetch_constants(layers, experts, gate_weights, gate_inputs);
     await_inputs();
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     const int number = static_cast<int>(blockIdx.y) - gate_rows;
     const int side_slices = gridDim.x / 2, side = blockIdx.x / side_slices, slice = blockIdx.x % side_slices;
     const int* list = nullptr;
     RowTile tile = {};
     Columns own = {};
+    Layer layer = {};
     if (number >= 0) {
         tile = own_tile(tiles, members, ids, rows, chosen, experts, number, list);
         if (tile.count == 0) return;
-        const int stored_columns = whole_blocks(layer_of(layers, tile.expert, GATE).outputs) / TILE;
+        layer = layer_of(layers, tile.expert, GATE + side);
+        const int stored_columns = whole_blocks(layer.outputs) / TILE;
         own = {slice * columns, smaller((slice + 1) * columns, stored_columns)};
     }
     const bool has_columns = own.first < own.last;
@@ -420,111 +448,125 @@ extern "C" __global__ void __launch_bounds__(MOST_WARPS* WARP) multiply_gate_up(
         const int64 side_pairs = static_cast<int64>(side) * rows * (chosen + 1);
         const Rows tile_rows = {list, tile.count, ready + side_pairs * width, width, sums + side * inner_width,
                                 2 * inner_width, x, hidden, chosen + 1};
-        const Layer layer = layer_of(layers, tile.expert, GATE + side);
         if (FUSED && layer.format != PLAIN) fetch_input_scales(layer);
         fetch_scales(layer.output_scales, own.first_block(), own.blocks());
         fetch_scales(layer_of(layers, tile.expert, DOWN).input_scales, own.first_block(), own.blocks());
         multiply<FUSED>(layer, own.first, own.last, tile_rows, shared);
     }
     const bool idle = gate_rows == 0 && number == 0 && blockIdx.x == side_slices - 1;
-    if (gate_weights && (number < 0 ? threadIdx.x < WARP : idle && threadIdx.x / WARP == blockDim.x / WARP - 1)) {
+    if (gate_weights && (number < 0 ? warp == 0 : idle && warp == static_cast<int>(blockDim.x) / WARP - 1)) {
         uint4* after_products = shared + products_pieces() + (FUSED ? rows * row_pieces(width) : 0);
-        GateInputs<GATE_ROWS>& staged = *reinterpret_cast<GateInputs<GATE_ROWS>*>(after_products);
+        GateInputs<GATE_ROWS>* staged = reinterpret_cast<GateInputs<GATE_ROWS>*>(after_products);
         const int begin = number < 0 ? blockIdx.x * GATE_ROWS : 0, apart = (number < 0 ? gridDim.x : 1) * GATE_ROWS;
+#pragma unroll 1
         for (int first = begin; first < rows; first += apart)
-            shared_gate_logits<GATE_ROWS, 1>(x, hidden, rows, first, gate_weights, gate_inputs, gate_bias, gate_logits,
-                                             staged);
+            shared_gate_logits_by_warp(x, hidden, rows, first, gate_weights, gate_inputs, gate_bias, gate_logits,
+                                       staged);
     }
-    if (!has_columns) return;
-    int* tile_counters = counters + (tile.expert * MOST_PARTS + tile.part) * (inner_width / BLOCK);
-    const auto is_last_of = [&](int i) {
-        const int block = own.first_block() + i;
-        return is_last(tile_counters + block, own.in(block), 2 * TILES);
-    };
-    const Triple expert(layers, tile.expert);
-    const int units = tile.count * completed(own.blocks(), is_last_of, numbers);
-    for (int unit = threadIdx.x / WARP; unit < units; unit += blockDim.x / WARP) {
-        const int64 pair = list[unit % tile.count];
-        const int block = own.first_block() + numbers[unit / tile.count];
-        const float* source = sums + pair * 2 * inner_width + block * BLOCK;
-        write_hidden_by_warp(expert, block, source, source + inner_width, threadIdx.x % WARP,
-                             halves + pair * inner_width, floats + pair * inner_width);
-    }
+    finish_gate_up(layers, tile, list, side, own, {sums, halves, floats, inner_width}, counters);
 }
 
-// What down's outputs are made of: pairs' sums [pairs, width], choices and weights [rows, chosen], y [rows, hidden].
+// What a row of y [rows, hidden] is made of: its pairs' sums [pairs, width], which become their weighted outputs;
+// choices and weights [rows, chosen]; and the shared expert's gate.
 struct Mixture {
-    const Layer* layers;
-    const float* sums;
+    float* sums;
     const int* ids;
     const float* weights;
     const float* gate_logits;
     int chosen, experts, width, hidden;
     float* y;
+
+    __device__ __forceinline__ float weight(int row, int choice) const {
+        return choice == chosen ? sigmoid32(gate_logits[row]) : weights[row * chosen + choice];
+    }
 };
 
-// 128 outputs of a row each from its pairs' sums: weighted, added in expert shards, the shared expert last. row_of and
-// block_of say which, by number; terms: (chosen + 1) * 128 floats of shared memory for each.
-template <typename RowOf, typename BlockOf>
-DEVICE void add_pairs(const Mixture& mixture, int count, RowOf row_of, BlockOf block_of, float* terms) {
-    const int chosen = mixture.chosen, choices = chosen + 1, units = count * choices;
-    for (int unit = threadIdx.x / WARP; unit < units; unit += blockDim.x / WARP) {
-        const int number = unit / choices, choice = unit % choices;
-        const int row = row_of(number), block = block_of(number);
-        const int64 pair = static_cast<int64>(row) * choices + choice;
-        const int expert = choice == chosen ? mixture.experts : mixture.ids[row * chosen + choice];
-        const float weight =
-            choice == chosen ? sigmoid32(mixture.gate_logits[row]) : mixture.weights[row * chosen + choice];
-        write_terms_by_warp(layer_of(mixture.layers, expert, DOWN), block,
-                            mixture.sums + pair * mixture.width + block * BLOCK, weight, threadIdx.x % WARP,
-                            terms + unit * BLOCK);
+// 128 outputs of a row: its terms added in expert shards, the shared expert last. As ShardedSums, without its branches:
+// to leave an empty shard adds 0 to a total that is never -0.
+DEVICE void add_terms_by_warp(const Mixture& mixture, int row, int block, int lane) {
+    const int chosen = mixture.chosen, *ids = mixture.ids + row * chosen;
+    const int shard_size = (mixture.experts + EXPERT_SHARDS - 1) / EXPERT_SHARDS;
+    const float* terms = mixture.sums + static_cast<int64>(row) * (chosen + 1) * mixture.width + block * BLOCK;
+    double totals[4] = {}, shard_sums[4] = {};
+    float shared[4] = {};
+#pragma unroll 1
+    for (int first = 0; first <= chosen; first += TERMS_AT_ONCE) {
+        const int own = smaller(first + lane, chosen - 1), before = larger(own - 1, 0);
+        float values[TERMS_AT_ONCE][4];
+#pragma unroll
+        for (int i = 0; i < TERMS_AT_ONCE; i++)
+            load_four(terms + static_cast<int64>(smaller(first + i, chosen)) * mixture.width, lane, values[i]);
+        const unsigned begins_shard = ballot(ids[own] / shard_size != ids[before] / shard_size);
+#pragma unroll
+        for (int i = 0; i < TERMS_AT_ONCE; i++) {
+            const bool routed = first + i < chosen, begins = routed && (begins_shard >> i & 1) != 0;
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                if (begins) {
+                    totals[j] = totals[j] + shard_sums[j];
+                    shard_sums[j] = 0.0;
+                }
+                if (routed) shard_sums[j] = shard_sums[j] + values[i][j];
+                if (first + i == chosen) shared[j] = values[i][j];
+            }
+        }
     }
-    __syncthreads();
-    for (int i = threadIdx.x; i < count * BLOCK; i += blockDim.x) {
-        const int number = i / BLOCK, row = row_of(number), column = block_of(number) * BLOCK + i % BLOCK;
-        const float* own_terms = terms + number * choices * BLOCK + i % BLOCK;
-        if (column >= mixture.hidden) continue;
-        ShardedSum sum(mixture.experts);
-        for (int choice = 0; choice < chosen; choice++)
-            sum.add(mixture.ids[row * chosen + choice], own_terms[choice * BLOCK]);
-        mixture.y[static_cast<int64>(row) * mixture.hidden + column] = sum.with_shared(own_terms[chosen * BLOCK]);
+    float outputs[4];
+#pragma unroll
+    for (int j = 0; j < 4; j++) outputs[j] = static_cast<float>(totals[j] + shard_sums[j] + shared[j]);
+    store_outputs(outputs, mixture.y + static_cast<int64>(row) * mixture.hidden, block * BLOCK + 4 * lane,
+                  mixture.hidden);
+}
+
+// Go on with the columns of down that this warp has ended.
+DEVICE void finish_down(const Layer* layers, const RowTile& tile, const int* list, Columns own, Mixture mixture,
+                        int* tile_counters, int* row_counters) {
+    const int lane = threadIdx.x % WARP, width = mixture.width;
+    const Layer& down = layer_of(layers, tile.expert, DOWN);
+    const Ended ended(down, own, threadIdx.x / WARP);
+    if (ended.count == 0) return;
+    // What the last arrival needs is asked for before it.
+    const int choices = mixture.chosen + 1, pair = list[smaller(lane, tile.count - 1)], row = pair / choices;
+    const int choice = pair % choices;
+    const float weight = mixture.weight(row, choice);
+    uint2 scales = scales_of(down.output_scales, ended.block(0), lane);
+    tile_counters += (tile.expert * MOST_PARTS + tile.part) * (width / BLOCK);
+    unsigned lasts = last_arrivals(lane < ended.count, tile_counters + ended.block(lane), TILES);
+    for (; lasts; lasts &= lasts - 1) {
+        const int block = ended.block(lowest_of(lasts));
+        if (block != ended.block(0)) scales = scales_of(down.output_scales, block, lane);
+#pragma unroll 1
+        for (int member = 0; member < tile.count; member++)
+            weight_outputs_by_warp(down, scales, block, shuffle(weight, member), lane,
+                                   mixture.sums + static_cast<int64>(shuffle(pair, member)) * width + block * BLOCK);
+        unsigned ready = last_arrivals(lane < tile.count, row_counters + row * (width / BLOCK) + block, choices);
+        for (; ready; ready &= ready - 1) add_terms_by_warp(mixture, shuffle(row, lowest_of(ready)), block, lane);
     }
-    __syncthreads();
 }
 
 // Inputs of down -> y [rows, hidden]. grid (ceil(width / 16 / columns), tiles), 32 * TURNS threads a column at a time.
 //
-// tiles, members and ids are settled. sums [pairs, width] is scratch; counters [64, width / 128] are zeros, and are
-// again. Shared memory: what the products need, or of `together` blocks of 128 outputs the (chosen + 1) * 128 floats.
+// tiles, members and ids are settled. sums [pairs, width] is scratch; tile_counters [experts + 1, 8, width / 128] and
+// row_counters [64, width / 128] are zeros, and are again.
 extern "C" __global__ void __launch_bounds__(MOST_WARPS* WARP) multiply_down(
     const Layer* layers, const RowTile* tiles, const int* members, const half_bits* halves, const float* floats,
-    int inner_width, float* sums, int* counters, const int* ids, const float* weights, const float* gate_logits,
-    int rows, int chosen, int experts, float* y, int hidden, int width, int columns, int together) {
+    int inner_width, float* sums, int* tile_counters, int* row_counters, const int* ids, const float* weights,
+    const float* gate_logits, int rows, int chosen, int experts, float* y, int hidden, int width, int columns) {
     DYNAMIC_SHARED(uint4, shared);
-    __shared__ int numbers[TILE_ROWS * MOST_BLOCKS];
     const int* list;
-    const RowTile tile = own_tile(tiles, members, ids, rows, chosen, experts, blockIdx.y, list);
+    const RowTile& tile = own_tile(tiles, members, ids, rows, chosen, experts, blockIdx.y, list);
     if (tile.count == 0) {
         await_inputs();
         return;
     }
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     const int first_column = blockIdx.x * columns;
     const Columns own = {first_column, smaller(first_column + columns, width / TILE)};
-    const int blocks = own.blocks(), first_block = own.first_block();
     const Rows tile_rows = {list, tile.count, halves, inner_width, sums, width, floats, inner_width, 1};
     const Layer layer = layer_of(layers, tile.expert, DOWN);
-    fetch_scales(layer.output_scales, first_block, blocks);
+    fetch_scales(layer.output_scales, own.first_block(), own.blocks());
     multiply<false>(layer, own.first, own.last, tile_rows, shared);
     await_inputs();
-    const auto row_of = [&](int i) { return list[i / blocks] / (chosen + 1); };
-    const auto block_of = [&](int i) { return first_block + i % blocks; };
-    const auto is_last_of = [&](int i) {
-        return is_last(counters + row_of(i) * (width / BLOCK) + block_of(i), own.in(block_of(i)), TILES * (chosen + 1));
-    };
-    const int found = completed(blocks * tile.count, is_last_of, numbers);
-    const Mixture mixture = {layers, sums, ids, weights, gate_logits, chosen, experts, width, hidden, y};
-    for (int first = 0; first < found; first += together)
-        add_pairs(
-            mixture, smaller(together, found - first), [&](int i) { return row_of(numbers[first + i]); },
-            [&](int i) { return block_of(numbers[first + i]); }, reinterpret_cast<float*>(shared));
+    finish_down(layers, tile, list, own, {sums, ids, weights, gate_logits, chosen, experts, width, hidden, y},
+                tile_counters, row_counters);
 }

@@ -248,40 +248,74 @@ DEVICE void write_terms(const Layer& down, int block, const float* sums, float w
     if (writes) store_octet(v, j, terms);
 }
 
-// Count arrivals; whether they are the last of `expected`, after which the counter is 0 again. What others wrote before
-// their arrivals is then to be seen.
-DEVICE bool is_last(int* counter, int arrivals, int expected) {
+// By a whole warp: count an arrival of each lane that arrives at its counter. Those that are the last of `expected`,
+// after which their counters are 0 again; what the warps wrote before their arrivals is then to be seen.
+DEVICE unsigned last_arrivals(bool arrives, int* counter, int expected) {
+    __syncwarp();
+    bool last = false;
+    if (arrives) {
 #ifdef EMULATED
-    const int before = *counter;
-    *counter += arrivals;
+        const int before = (*counter)++;
 #else
-    int before;
-    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;"
-                 : "=r"(before) : "l"(counter), "r"(arrivals) : "memory");
+        int before;
+        asm volatile("atom.release.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
 #endif
-    if (before + arrivals < expected) return false;
-    *counter = 0;
-    return true;
+        last = before + 1 == expected;
+        if (last) *counter = 0;
+    }
+    const unsigned lasts = ballot(last);
+#ifndef EMULATED
+    if (lasts) asm volatile("fence.acq_rel.gpu;" ::: "memory");
+#endif
+    __syncwarp();
+    return lasts;
 }
 
-// The float64 sum of a row's terms by ascending expert, in expert shards, the shared term last; rounded once.
-struct ShardedSum {
-    double total, shard_sum;
+// The float64 sums of N columns of a row's terms by ascending expert, in expert shards, the shared term last; rounded
+// once.
+template <int N>
+struct ShardedSums {
+    double totals[N], shard_sums[N];
     int shard_size, shard_end;
 
-    __device__ __forceinline__ explicit ShardedSum(int experts) {
-        total = shard_sum = 0.0;
+    __device__ __forceinline__ explicit ShardedSums(int experts) {
+#pragma unroll
+        for (int i = 0; i < N; i++) totals[i] = shard_sums[i] = 0.0;
         shard_end = shard_size = (experts + EXPERT_SHARDS - 1) / EXPERT_SHARDS;
     }
-    __device__ __forceinline__ void add(int expert, float term) {
+    __device__ __forceinline__ void add(int expert, const float terms[N]) {
         while (expert >= shard_end) {
-            total = total + shard_sum;
-            shard_sum = 0.0;
+#pragma unroll
+            for (int i = 0; i < N; i++) {
+                totals[i] = totals[i] + shard_sums[i];
+                shard_sums[i] = 0.0;
+            }
             shard_end += shard_size;
         }
-        shard_sum = shard_sum + term;
+#pragma unroll
+        for (int i = 0; i < N; i++) shard_sums[i] = shard_sums[i] + terms[i];
     }
-    __device__ __forceinline__ float with_shared(float term) const {
-        return static_cast<float>(total + shard_sum + term);
+    __device__ __forceinline__ float with_shared(int i, float term) const {
+        return static_cast<float>(totals[i] + shard_sums[i] + term);
     }
 };
+
+DEVICE void load_four(const float* block, int lane, float v[4]) {
+    const float4 four = *reinterpret_cast<const float4*>(block + 4 * lane);
+    v[0] = four.x, v[1] = four.y, v[2] = four.z, v[3] = four.w;
+}
+
+DEVICE void store_four(const float v[4], int lane, float* block) {
+    *reinterpret_cast<float4*>(block + 4 * lane) = make_float4(v[0], v[1], v[2], v[3]);
+}
+
+// Four neighbouring outputs of a row of y from `column` on, as far as it has them.
+DEVICE void store_outputs(const float v[4], float* row, int column, int hidden) {
+    if (hidden % 4 == 0) {
+        if (column < hidden) store_four(v, 0, row + column);
+        return;
+    }
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+        if (column + i < hidden) row[column + i] = v[i];
+}

@@ -126,26 +126,16 @@ extern "C" __global__ void __launch_bounds__(128) add_terms(
     const float* terms, const int* ids, float* y, int chosen, int experts, int hidden, int width) {
     const int row = blockIdx.y, column = 4 * (blockIdx.x * 128 + threadIdx.x);
     if (column >= width) return;
-    ShardedSum sums[4] = {ShardedSum(experts), ShardedSum(experts), ShardedSum(experts), ShardedSum(experts)};
+    ShardedSums<4> sums(experts);
     const float* source = terms + static_cast<int64>(row) * (chosen + 1) * width + column;
+    float values[4];
 #pragma unroll 4
     for (int choice = 0; choice < chosen; choice++) {
-        const float4 term = *reinterpret_cast<const float4*>(source + static_cast<int64>(choice) * width);
-        const int expert = ids[row * chosen + choice];
-        sums[0].add(expert, term.x);
-        sums[1].add(expert, term.y);
-        sums[2].add(expert, term.z);
-        sums[3].add(expert, term.w);
+        load_four(source + static_cast<int64>(choice) * width, 0, values);
+        sums.add(ids[row * chosen + choice], values);
     }
-    const float4 shared = *reinterpret_cast<const float4*>(source + static_cast<int64>(chosen) * width);
-    const float values[4] = {sums[0].with_shared(shared.x), sums[1].with_shared(shared.y),
-                             sums[2].with_shared(shared.z), sums[3].with_shared(shared.w)};
-    float* place = y + static_cast<int64>(row) * hidden + column;
-    if (hidden % 4 == 0 && column < hidden) {
-        *reinterpret_cast<float4*>(place) = make_float4(values[0], values[1], values[2], values[3]);
-        return;
-    }
+    load_four(source + static_cast<int64>(chosen) * width, 0, values);
 #pragma unroll
-    for (int i = 0; i < 4; i++)
-        if (column + i < hidden) place[i] = values[i];
+    for (int i = 0; i < 4; i++) values[i] = sums.with_shared(i, values[i]);
+    store_outputs(values, y + static_cast<int64>(row) * hidden, column, hidden);
 }

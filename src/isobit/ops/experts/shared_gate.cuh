@@ -11,9 +11,10 @@ struct GateInputs {
     alignas(16) float weights[BLOCK];
 };
 
-// A warp's part of 128 inputs: rows warp, warp + TEAM, ... and its share of the weights.
-template <int ROWS, int TEAM>
+// A warp's part of 128 inputs: rows warp, warp + GATE_WARPS, ... and its share of the weights.
+template <int ROWS>
 struct GateLoads {
+    static constexpr int TEAM = GATE_WARPS;
     static constexpr int count = ROWS / TEAM, own_weights = BLOCK / WARP / TEAM;
     float rows[count][4];
     float own[own_weights];
@@ -67,49 +68,105 @@ struct GateEight {
     }
 };
 
-template <int TEAM>
-DEVICE void sync_gate_warps() {
-    if (TEAM == 1) __syncwarp();
-    else __syncthreads();
+// A row's sum with EIGHTS times eight more inputs, the next eight loaded while eight are added.
+template <int EIGHTS>
+DEVICE float add_eights(const float4* row, const float4* column, float sum) {
+    GateEight next(row, column, 0);
+#pragma unroll
+    for (int i = 0; i < EIGHTS; i++) {
+        const GateEight eight = next;
+        if (i + 1 < EIGHTS) next = GateEight(row, column, i + 1);
+        sum = eight.added_to(sum);
+    }
+    return sum;
 }
 
-// logits of up to ROWS rows from `first_row` on: x [rows, hidden] times weights [inputs], inputs a multiple of 16.
-//
-// By a block of TEAM warps, or with TEAM 1 by a warp of a block.
-template <int ROWS, int TEAM = GATE_WARPS>
+// A row's sum with up to 128 more inputs, a multiple of 16.
+DEVICE float add_gate_inputs(const float* row, const float* weights, int inputs, float sum) {
+    const float4 *fours = reinterpret_cast<const float4*>(row), *column = reinterpret_cast<const float4*>(weights);
+    if (inputs == BLOCK) return add_eights<BLOCK / 8>(fours, column, sum);
+#pragma unroll 1
+    for (int i = 0; i < inputs / 4; i += 4) sum = add_eights<2>(fours + i, column + i, sum);
+    return sum;
+}
+
+// logits of up to ROWS rows from `first_row` on, by a block of GATE_WARPS warps: x [rows, hidden] times weights
+// [inputs], inputs a multiple of 16.
+template <int ROWS>
 DEVICE void shared_gate_logits(const float* x, int hidden, int rows, int first_row, const float* weights, int inputs,
                                const float* bias, float* logits, GateInputs<ROWS>& staged) {
-    static_assert(ROWS <= WARP && ROWS % TEAM == 0, "a row is a lane of the first warp");
-    const int lane = threadIdx.x % WARP, warp = TEAM == 1 ? 0 : threadIdx.x / WARP;
+    static_assert(ROWS <= WARP && ROWS % GATE_WARPS == 0, "a row is a lane of the first warp");
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     const int rows_left = smaller(rows - first_row, ROWS);
     const bool has_row = warp == 0 && lane < rows_left;
     if (rows_left <= 0) return;
     const float* source = x + static_cast<int64>(first_row) * hidden;
-    GateLoads<ROWS, TEAM> loads;
+    GateLoads<ROWS> loads;
     loads.load(source, hidden, rows_left, weights, inputs, 0, warp, lane);
     Chains<1> chain;
     for (int first = 0; first < inputs; first += BLOCK) {
-        sync_gate_warps<TEAM>();
+        __syncthreads();
         loads.store(staged, rows_left, warp, lane);
-        sync_gate_warps<TEAM>();
+        __syncthreads();
         if (first + BLOCK < inputs)
             loads.load(source, hidden, rows_left, weights, inputs, first + BLOCK, warp, lane);
         if (first) chain.close(first / BLOCK, inputs);
-        const int eights = smaller(BLOCK, inputs - first) / 8;
-        if (has_row) {
-            const float4* row = reinterpret_cast<const float4*>(staged.rows[lane]);
-            const float4* column = reinterpret_cast<const float4*>(staged.weights);
-            GateEight next(row, column, 0);
-#pragma unroll 4
-            for (int i = 0; i < eights; i++) {
-                const GateEight eight = next;
-                next = GateEight(row, column, smaller(i + 1, eights - 1));
-                chain.sums[0] = eight.added_to(chain.sums[0]);
-            }
-        }
+        if (has_row)
+            chain.sums[0] = add_gate_inputs(staged.rows[lane], staged.weights, smaller(BLOCK, inputs - first),
+                                            chain.sums[0]);
     }
     if (has_row) {
         const float logit = chain.result(0);
         logits[first_row + lane] = bias ? logit + bias[0] : logit;
     }
+}
+
+constexpr int GATE_STAGES = 2;  // of 128 inputs, on their way to one warp
+
+// A lane's four of 128 inputs from `first` on, zeros past `count`, on their way; whole: they lie at 16 bytes.
+DEVICE void stage_four(float* staged, const float* from, int first, int count, bool whole, int lane) {
+    const int k = first + 4 * lane;
+    float* place = staged + 4 * lane;
+    if (whole && k < count) {
+        copy_async_16(place, from + k);
+        return;
+    }
+#pragma unroll
+    for (int i = 0; i < 4; i++) place[i] = k + i < count ? from[k + i] : 0.0f;
+}
+
+// The same logits by one warp, which others leave little time: as few instructions as may be.
+template <int ROWS>
+DEVICE void shared_gate_logits_by_warp(const float* x, int hidden, int rows, int first_row, const float* weights,
+                                       int inputs, const float* bias, float* logits, GateInputs<ROWS>* staged) {
+    const int lane = threadIdx.x % WARP, rows_left = smaller(rows - first_row, ROWS);
+    const bool has_row = lane < rows_left, whole = hidden % 4 == 0;
+    const float* source = x + static_cast<int64>(first_row) * hidden;
+    const auto stage = [&](int first) {
+        GateInputs<ROWS>& to = staged[first / BLOCK % GATE_STAGES];
+#pragma unroll 1
+        for (int row = 0; first < inputs && row < rows_left; row++)
+            stage_four(to.rows[row], source + static_cast<int64>(row) * hidden, first, hidden, whole, lane);
+        if (first < inputs) stage_four(to.weights, weights, first, inputs, true, lane);
+        copy_async_commit();
+    };
+    __syncwarp();
+#pragma unroll 1
+    for (int i = 0; i < GATE_STAGES; i++) stage(i * BLOCK);
+    Chains<1> chain;
+#pragma unroll 1
+    for (int first = 0; first < inputs; first += BLOCK) {
+        if (first) chain.close(first / BLOCK, inputs);
+        const GateInputs<ROWS>& own = staged[first / BLOCK % GATE_STAGES];
+        copy_async_wait<GATE_STAGES - 1>();
+        __syncwarp();
+        if (has_row)
+            chain.sums[0] = add_gate_inputs(own.rows[lane], own.weights, smaller(BLOCK, inputs - first),
+                                            chain.sums[0]);
+        __syncwarp();
+        stage(first + GATE_STAGES * BLOCK);
+    }
+    if (!has_row) return;
+    const float logit = chain.result(0);
+    logits[first_row + lane] = bias ? logit + bias[0] : logit;
 }

@@ -30,19 +30,16 @@ DEVICE void write_input_by_warp(const FourScales& scales, int block, float v[4],
     *reinterpret_cast<unsigned*>(place + 8) = pairs.y;
 }
 
-DEVICE void load_four(const float* block, int lane, float v[4]) {
-    const float4 four = *reinterpret_cast<const float4*>(block + 4 * lane);
-    v[0] = four.x, v[1] = four.y, v[2] = four.z, v[3] = four.w;
-}
-
-DEVICE void store_four(const float v[4], int lane, float* block) {
-    *reinterpret_cast<float4*>(block + 4 * lane) = make_float4(v[0], v[1], v[2], v[3]);
+// A lane's scales of a block; of plain layers, which have none, zeros.
+DEVICE uint2 scales_of(const half_bits* scales, int block, int lane) {
+    if (!scales) return uint2{};
+    return *reinterpret_cast<const uint2*>(scales + block * BLOCK + 4 * lane);
 }
 
 // A block of outputs from its sums, in place; zeros past the layer's real outputs.
-DEVICE void finish_outputs_by_warp(const Layer& layer, int block, float v[4], int lane) {
+DEVICE void finish_outputs_by_warp(const Layer& layer, const uint2& output_scales, int block, float v[4], int lane) {
     if (layer.format != PLAIN) {
-        const FourScales scales(layer.output_scales, block, lane);
+        const FourScales scales(output_scales);
         rotate_128(v, lane);
 #pragma unroll
         for (int i = 0; i < 4; i++) v[i] = v[i] * scales.values[i];
@@ -57,38 +54,49 @@ DEVICE void finish_outputs_by_warp(const Layer& layer, int block, float v[4], in
     }
 }
 
-// The layers of an expert.
+// The layers of an expert, and a lane's scales of one block of hidden values.
 struct Triple {
     Layer gate, up, down;
+    int block;
+    uint2 gate_scales, up_scales, down_scales;
 
-    __device__ __forceinline__ Triple(const Layer* layers, int expert)
+    __device__ __forceinline__ Triple(const Layer* layers, int expert, int block, int lane)
         : gate(layer_of(layers, expert, GATE)),
           up(layer_of(layers, expert, UP)),
-          down(layer_of(layers, expert, DOWN)) {}
+          down(layer_of(layers, expert, DOWN)) {
+        load_scales(block, lane);
+    }
+    __device__ __forceinline__ void load_scales(int of_block, int lane) {
+        block = of_block;
+        gate_scales = scales_of(gate.output_scales, block, lane);
+        up_scales = scales_of(up.output_scales, block, lane);
+        down_scales = scales_of(down.input_scales, block, lane);
+    }
 };
 
 // A pair's block of hidden values from its sums of gate and up, as the down projection takes them: halves or floats.
-DEVICE void write_hidden_by_warp(const Triple& expert, int block, const float* gate_sums, const float* up_sums,
-                                 int lane, half_bits* halves, float* floats) {
+DEVICE void write_hidden_by_warp(const Triple& expert, const float* gate_sums, const float* up_sums, int lane,
+                                 half_bits* halves, float* floats) {
     float hidden[4], ups[4];
     load_four(gate_sums, lane, hidden);
     load_four(up_sums, lane, ups);
-    finish_outputs_by_warp(expert.gate, block, hidden, lane);
-    finish_outputs_by_warp(expert.up, block, ups, lane);
+    finish_outputs_by_warp(expert.gate, expert.gate_scales, expert.block, hidden, lane);
+    finish_outputs_by_warp(expert.up, expert.up_scales, expert.block, ups, lane);
 #pragma unroll
     for (int i = 0; i < 4; i++) hidden[i] = silu32(hidden[i]) * ups[i];
     if (expert.down.format != PLAIN)
-        write_input_by_warp(FourScales(expert.down.input_scales, block, lane), block, hidden, lane, halves);
+        write_input_by_warp(FourScales(expert.down_scales), expert.block, hidden, lane, halves);
     else
-        store_four(hidden, lane, floats + block * BLOCK);
+        store_four(hidden, lane, floats + expert.block * BLOCK);
 }
 
-// A pair's block of weighted outputs from its sums of down.
-DEVICE void write_terms_by_warp(const Layer& down, int block, const float* sums, float weight, int lane, float* terms) {
+// A pair's block of weighted outputs from its sums of down, in place.
+DEVICE void weight_outputs_by_warp(const Layer& down, const uint2& scales, int block, float weight, int lane,
+                                   float* sums) {
     float v[4];
     load_four(sums, lane, v);
-    finish_outputs_by_warp(down, block, v, lane);
+    finish_outputs_by_warp(down, scales, block, v, lane);
 #pragma unroll
     for (int i = 0; i < 4; i++) v[i] = weight * v[i];
-    store_four(v, lane, terms);
+    store_four(v, lane, sums);
 }
