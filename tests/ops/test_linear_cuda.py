@@ -372,7 +372,7 @@ def test_plain_weights_are_placed_as_they_are(inputs, outputs, piece_bytes, monk
     bits = [cuda.prepare_linear(layer).fragments.view(torch.int16) for layer in (weights, stored)]
     assert torch.equal(*bits)
     tiles = bits[0].view(-1, bits[0].shape[1], 8, 4, 2, 2, 2).permute(0, 5, 2, 1, 4, 3, 6)
-    placed = tiles.reshape(tiles.shape[0] * 16, -1).view(torch.float16).numpy()
+    placed = tiles.reshape(tiles.shape[0] * 16, -1).view(torch.float16).cpu().numpy()
     assert np.array_equal(placed[:outputs, :inputs], weights.weight)
     assert not placed[outputs:].any()
     assert not placed[:, inputs:].any()
