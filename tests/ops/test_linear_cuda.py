@@ -193,7 +193,8 @@ def test_blocks_that_pass_sums_on_change_nothing(rows, columns, monkeypatch):
     handle = cuda.prepare_linear(weights)
     x = adversarial_rows(rng, rows, 128)
     expected = on_host(x, handle, cuda.MANY_ROWS)
-    monkeypatch.setattr(cuda, "few_rows_shape", lambda *sizes: cuda.FewRowsShape(columns, 1, True))
+    fitting = min(columns, cuda.RESIDENT_WARPS[cuda.tiles_of(rows)])
+    monkeypatch.setattr(cuda, "few_rows_shape", lambda *sizes: cuda.FewRowsShape(fitting, 1, True))
     for _ in range(2):
         assert on_host(x, handle).tobytes() == expected.tobytes()
     assert are_zero(handle)
@@ -378,7 +379,7 @@ def test_plain_weights_are_placed_as_they_are(inputs, outputs, piece_bytes, monk
     assert not placed[:, inputs:].any()
     short = replace(weights, weight=weights.weight * np.float32(2.0**100), bias=None)
     short = replace(short, weight=(short.weight.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32))
-    values = cuda.prepare_linear(short).weights.numpy().view(np.uint16)
+    values = cuda.prepare_linear(short).weights.cpu().numpy().view(np.uint16)
     assert np.array_equal(values[:inputs, :outputs], short.weight.T.view(np.uint32) >> 16)
     assert not values[inputs:].any()
     assert not values[:, outputs:].any()

@@ -18,7 +18,7 @@ LONG_INPUTS, LONG_SHARDS = 4096, 4
 CODEBOOK_NUMBERS = {"3inst": 0, "mcg": 1, "mul1": 2}  # as in trellis.cuh
 MOST_SPLIT_OUTPUTS = 512  # of plain layers that keep what rounding their inputs to half leaves
 MOST_FEW_ROWS = 64
-MOST_PASSED_ROWS = 16  # whose sums a thread block hands to another
+MOST_PASSED_ROWS = 4  # whose sums a thread block hands to another
 PIECE_BYTES = 64 << 20  # of plain weights that are converted at a time
 
 
