@@ -249,7 +249,7 @@ DEVICE void multiply_columns(const Layer& layer, int first_column, int last_colu
 // The columns from first_column to last_column - 1, each by TURNS warps.
 template <typename F, bool ROTATES>
 DEVICE void multiply_columns(const Layer& layer, int first_column, int last_column, const Rows& rows, uint4* shared) {
-    __shared__ Turn turns[MOST_WARPS];
+    __shared__ uint64 turns[MOST_WARPS];
     const int lane = remembered(threadIdx.x % WARP), warp = remembered(threadIdx.x / WARP);
     const int chunks = layer.inputs / BLOCK;
     const int own = warp / TURNS, column = first_column + own, turn = turn_of(warp);
@@ -257,13 +257,13 @@ DEVICE void multiply_columns(const Layer& layer, int first_column, int last_colu
     TileStages<F> tiles(layer, column, column < last_column ? 1 : 0, turn,
                         shared + handed_pieces() + warp * STAGES * TileStages<F>::stage_pieces, lane);
     const LanePlace<F::twice> place(lane);
-    if (threadIdx.x < MOST_WARPS) turns[threadIdx.x].begin();
+    if (threadIdx.x < MOST_WARPS) begin_passing(turns + threadIdx.x, 0);
     await_inputs();
     const uint4* row = lane_inputs<ROTATES>(layer, rows, shared, lane);
     if (!ROTATES) __syncthreads();
     if (column >= last_column) return;
-    Turn& own_turn = turns[own * TURNS + turn];
-    const Turn& turn_before = turns[own * TURNS + (turn ? turn : TURNS) - 1];
+    uint64* own_turn = turns + own * TURNS + turn;
+    uint64* turn_before = turns + own * TURNS + (turn ? turn : TURNS) - 1;
 #pragma unroll 1
     for (int chunk = turn; chunk < chunks; chunk += TURNS) {
         tiles.await();
@@ -276,7 +276,7 @@ DEVICE void multiply_columns(const Layer& layer, int first_column, int last_colu
         inputs.load(row, chunk);
         Chains<4> chains;
         if (chunk) {
-            turn_before.await((chunk - 1) / TURNS + 1);
+            wait_for_pass(barrier_at(turn_before), (chunk - 1) / TURNS + 1);
             take_chains(chains, handed, lane);
             chains.resume(chunk, layer.inputs);
         }
@@ -284,7 +284,7 @@ DEVICE void multiply_columns(const Layer& layer, int first_column, int last_colu
         for (int step = 0; step < TILES; step++) inputs.multiply(step, weights[step], chains.sums);
         if (chunk + 1 < chunks) {
             put_chains(chains, handed, lane);
-            own_turn.hand_over(lane);
+            pass(barrier_at(own_turn), lane);
         } else {
             store_sums(chains, rows, column, lane);
         }

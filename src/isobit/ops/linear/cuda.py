@@ -231,17 +231,7 @@ def wide_trellis_rows(x: torch.Tensor, handle: TrellisLayer, y: torch.Tensor, pr
     kernels.load("ops/linear/few_rows_wide.cu", "few_rows_wide", **defines)(
         wide.blocks * processors,
         wide.warps * WARP,
-        Constant(handle.trellis),
-        rotated_operand(x, handle),
-        memory.empty((rows, handle.stored_outputs)),
-        handle.counters,
-        handle.stored_outputs // TILE,
-        handle.input_blocks,
-        rows,
-        Constant(handle.svh),
-        Constant(handle.bias),
-        y,
-        handle.out_features,
+        *cuda_dealt.wide_arguments(rotated_operand(x, handle), handle, y),
         shared=wide.warps * WIDE_STAGES * stage_bytes,
         early=True,
     )

@@ -1,6 +1,7 @@
 """Trellis layers of many outputs for up to 16 rows: a multiprocessor's columns are dealt to its warps."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -67,6 +68,14 @@ def dealt_shape(handle: TrellisLayer, rows: int) -> DealtShape | None:
     return next((shape for shape in SHAPES.get(row_tiles(rows), ()) if shape.fits(handle, rows)), None)
 
 
+def wide_arguments(operand: torch.Tensor, handle: TrellisLayer, y: torch.Tensor) -> tuple[Any, ...]:
+    """What the kernels of wide layers take first: y float32 [R, out_features] from the rotated rows."""
+    rows = len(y)
+    layer = Constant(handle.trellis), operand, memory.empty((rows, handle.stored_outputs)), handle.counters
+    sizes = handle.stored_outputs // TILE, handle.input_blocks, rows
+    return *layer, *sizes, Constant(handle.svh), Constant(handle.bias), y, handle.out_features
+
+
 def dealt_rows(
     operand: torch.Tensor, handle: TrellisLayer, y: torch.Tensor, shape: DealtShape, processors: int
 ) -> None:
@@ -75,17 +84,7 @@ def dealt_rows(
     kernels.load("ops/linear/few_rows_dealt.cu", "few_rows_dealt", **shape.defines(rows), **handle.defines)(
         processors,
         shape.warps * WARP,
-        Constant(handle.trellis),
-        operand,
-        memory.empty((rows, handle.stored_outputs)),
-        handle.counters,
-        handle.stored_outputs // TILE,
-        handle.input_blocks,
-        rows,
-        Constant(handle.svh),
-        Constant(handle.bias),
-        y,
-        handle.out_features,
+        *wide_arguments(operand, handle, y),
         shape.halved,
         shared=shape.shared_bytes(handle, rows),
         early=True,

@@ -150,10 +150,10 @@ DEVICE bool arrives_last(int* counter, int count, int expected) {
     return last;
 }
 
-// Write the chains of a column of tiles to sums [rows, columns] from `first_output` on: the C operand of each 8 rows.
-template <int COUNT>
-DEVICE void store_column(const float (&chains)[COUNT][4], float* sums, int rows, int columns, int first_output,
-                         int lane) {
+// Where in sums [rows, columns] the chains of a column of tiles go, the C operand of each 8 rows, from `first_output` on:
+// put(place, sum) of each.
+template <int COUNT, typename Put>
+DEVICE void put_column(const float (&chains)[COUNT][4], int rows, int columns, int first_output, int lane, Put&& put) {
     const int output = first_output + lane / 4;
 #pragma unroll
     for (int tile = 0; tile < COUNT; tile++) {
@@ -161,9 +161,16 @@ DEVICE void store_column(const float (&chains)[COUNT][4], float* sums, int rows,
         for (int i = 0; i < 2; i++) {
             const int row = 8 * tile + 2 * (lane % 4) + i;
             if (row >= rows) continue;
-            float* at = sums + static_cast<int64>(row) * columns + output;
-            at[0] = chains[tile][i];
-            at[8] = chains[tile][2 + i];
+            const int64 place = static_cast<int64>(row) * columns + output;
+            put(place, chains[tile][i]);
+            put(place + 8, chains[tile][2 + i]);
         }
     }
+}
+
+// Write the chains to sums.
+template <int COUNT>
+DEVICE void store_column(const float (&chains)[COUNT][4], float* sums, int rows, int columns, int first_output,
+                         int lane) {
+    put_column(chains, rows, columns, first_output, lane, [=](int64 place, float sum) { sums[place] = sum; });
 }

@@ -4,6 +4,7 @@
 // Who waits must have the higher number in the grid: blocks begin in that order, so that those awaited are never behind.
 #pragma once
 #include "device.cuh"
+#include "ops/linear/cuda_finish.cuh"
 
 constexpr uint64 IS_THERE = 1ull << 32;
 
@@ -40,20 +41,10 @@ DEVICE void take_sums(uint64* at, float v[4]) {
     }
 }
 
-// Pass the chains of a column of tiles, the C operand of each 8 rows, to passed [rows, columns] from `first_output` on.
+// Pass the chains of a column of tiles to passed [rows, columns], as put_column has them.
 template <int COUNT>
 DEVICE void pass_column(const float (&chains)[COUNT][4], uint64* passed, int rows, int columns, int first_output,
                         int lane) {
-    const int output = first_output + lane / 4;
-#pragma unroll
-    for (int tile = 0; tile < COUNT; tile++) {
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const int row = 8 * tile + 2 * (lane % 4) + i;
-            if (row >= rows) continue;
-            uint64* at = passed + static_cast<int64>(row) * columns + output;
-            pass_sum(at, chains[tile][i]);
-            pass_sum(at + 8, chains[tile][2 + i]);
-        }
-    }
+    const auto put = [=](int64 place, float sum) { pass_sum(passed + place, sum); };
+    put_column(chains, rows, columns, first_output, lane, put);
 }

@@ -48,9 +48,12 @@ DEVICE void wait_for_turn(int barrier, int count, int threads = 2 * WARP) {
 // Turns of more warps than there are named barriers: a barrier in shared memory for each, passed once a hand over.
 #ifdef EMULATED
 using PassedBarrier = uint64*;
+DEVICE PassedBarrier barrier_at(uint64* at) { return at; }
 DEVICE PassedBarrier passed_barrier(uint64* at) { return at; }
 #else
 using PassedBarrier = unsigned;
+DEVICE PassedBarrier barrier_at(uint64* at) { return shared_address(at); }
+// The same, which stays in its register.
 DEVICE PassedBarrier passed_barrier(uint64* at) { return shuffle_xor(shared_address(at), 0); }
 #endif
 
@@ -95,49 +98,3 @@ DEVICE void wait_for_pass(PassedBarrier barrier, int count) {
 #endif
     __syncwarp();
 }
-
-// A turn in shared memory, for blocks of more warps than there are named barriers: how often its warp has handed over.
-struct Turn {
-    uint64 state;
-
-    // Before the first turn, by one thread; a __syncthreads follows.
-    __device__ __forceinline__ void begin() {
-#ifdef EMULATED
-        state = 0;
-#else
-        asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;"
-                     ::"r"(shared_address(&state)), "n"(ARRIVALS) : "memory");
-#endif
-    }
-    // By a whole warp: what it wrote to shared memory is then to be seen by those that await the turn.
-    __device__ __forceinline__ void hand_over(int lane) {
-        __syncwarp();
-        if (!EVERY_LANE_ARRIVES && lane != 0) return;
-#ifdef EMULATED
-        state++;
-#else
-        uint64 arrived;
-        asm volatile("mbarrier.arrive.shared::cta.b64 %0, [%1];"
-                     : "=l"(arrived) : "r"(shared_address(&state)) : "memory");
-#endif
-    }
-    // Wait for hand-over number `count`, 1 the first; no later one may come before all who await it have seen it.
-    __device__ __forceinline__ void await(int count) const {
-#ifdef EMULATED
-        while (state < static_cast<uint64>(count)) emulator::pause(emulator::READY);
-#else
-        const unsigned address = shared_address(&state), parity = (count - 1) & 1;
-        unsigned done;
-        do {
-#if __CUDA_ARCH__ >= 900
-            asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
-                         : "=r"(done) : "r"(address), "r"(parity) : "memory");
-#else
-            asm volatile("{.reg .pred p; mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
-                         : "=r"(done) : "r"(address), "r"(parity) : "memory");
-#endif
-        } while (!done);
-#endif
-        __syncwarp();
-    }
-};
