@@ -43,7 +43,14 @@ def test_bounds_are_inclusive_and_not_a_number_is_outside():
     allowed = {value: settings.TEMPERATURE.allows(value) for value in (-0.1, 0, 2, 2.1, float("nan"))}
     assert list(allowed.values()) == [False, True, True, False, False]
     assert [settings.MEMORY_GIB.allows(value) for value in (0, 0.1, float("inf"))] == [False, True, False]
+    assert settings.MEMORY_GIB.bounds == "above 0, at most 65,536"
     assert [settings.PREFILL.allows(value) for value in ("deep", "fast")] == [True, False]
+
+
+@pytest.mark.parametrize("setting", [s for s in settings.SERVER if s.name.endswith("_gib")], ids=lambda s: s.name)
+def test_an_amount_of_memory_is_one_that_bytes_can_count(setting):
+    assert setting.allows(setting.maximum)
+    assert not any(map(setting.allows, (setting.maximum * 1.01, 1e300, float("inf"))))
 
 
 if __name__ == "__main__":

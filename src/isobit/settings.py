@@ -37,7 +37,7 @@ class Setting:
         if self.choices:
             return ", ".join(self.choices)
         if self.above is not None:
-            return f"above {self.above:g}"
+            return f"above {self.above:g}" + ("" if self.maximum is None else f", at most {self.maximum:,}")
         if self.minimum is not None and self.maximum is not None:
             return f"{self.minimum:,} to {self.maximum:,}"
         return "" if self.minimum is None else f"{self.minimum:,} or more"
@@ -90,6 +90,7 @@ MEMORY_GIB = Setting(
     float,
     None,
     "Memory to stay within, in GiB; segments shrink to fit, with the same replies.",
+    maximum=65536,
     above=0,
     unset="what the machine has free",
 )
@@ -152,7 +153,9 @@ SPILL_DIR = Setting(
     "Folder for kept states that memory has no room for, and for all of them at the end.",
     unset="none",
 )
-SPILL_GIB = Setting("spill_gib", float, 8.0, "Disk space that kept states may take in that folder, in GiB.", above=0)
+SPILL_GIB = Setting(
+    "spill_gib", float, 8.0, "Disk space that kept states may take in that folder, in GiB.", maximum=65536, above=0
+)
 QUEUE = Setting("queue", int, 64, "Requests that may wait; one more is answered with 503.", 1, 100_000)
 BODY_MIB = Setting("body_mib", int, 8, "Largest request body, in MiB; a larger one is answered with 413.", 1, 1024)
 GRACE = Setting("grace", float, 30.0, "Seconds that running replies get to finish after Ctrl-C or SIGTERM.", 0, 86_400)

@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from isobit.checkpoint.inspect import inspect_folder
 from isobit.checkpoint.store import TensorStore
+from isobit.checkpoint.synth_text import text_files
 from isobit.cli.inspect import inspect, size
 from isobit.errors import CheckpointError
 from tests.checkpoint import tiny
@@ -23,12 +24,19 @@ def run(*arguments):
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
+def write(folder, *arguments):
+    """A checkpoint with its tokenizer."""
+    for name, content in text_files().items():
+        folder.joinpath(name).write_text(content, encoding="utf-8")
+    return tiny.write(folder, *arguments)
+
+
 def report_of(folder, name):
     return next(report for report in inspect_folder(folder).classes if report.name == name)
 
 
 def test_every_stored_byte_is_counted_once(tmp_path):
-    inspection = inspect_folder(tiny.write(tmp_path))
+    inspection = inspect_folder(write(tmp_path))
     with TensorStore(tmp_path) as store:
         sizes = {name: store.info(name).nbytes for name in store.names}
     assert inspection.usable
@@ -70,7 +78,7 @@ def test_each_group_that_cannot_be_used_is_named_with_its_reason(tmp_path):
     arrays[f"{QKV}.mul1"] = tiny.marker(1)
     del arrays["lm_head.trellis"]
     del arrays[f"{TABLE}.trellis"]
-    inspection = inspect_folder(tiny.write(tmp_path, arrays))
+    inspection = inspect_folder(write(tmp_path, arrays))
     assert not inspection.usable
     assert inspection.problems.keys() == {"layers.0.linear_attn.in_proj_qkv"}
     assert "expected 0x83dcd12d" in inspection.problems["layers.0.linear_attn.in_proj_qkv"]
@@ -81,12 +89,31 @@ def test_what_is_not_used_is_noted(tmp_path):
     arrays = {name: array for name, array in tiny.tensors().items() if not name.startswith("mtp.")}
     arrays["model.visual.patch.weight"] = np.zeros((2, 3), np.float32)
     config = tiny.config_json(sparkle=True)
-    notes = inspect_folder(tiny.write(tmp_path, arrays, config)).notes
+    notes = inspect_folder(write(tmp_path, arrays, config)).notes
     assert len(notes) == 3
     assert "without drafts" in notes[0]
     assert "sparkle" in notes[1]
     assert "1 tensor is not part of the text model (24 bytes)" in notes[2]
     assert "model.visual.patch.weight" in notes[2]
+
+
+def test_tensors_of_a_group_that_does_not_parse_are_not_foreign(tmp_path):
+    arrays = tiny.tensors()
+    arrays["lm_head.trellis"] = arrays["lm_head.trellis"].astype(np.float16)
+    norm = next(name for name in arrays if name.endswith("norm.weight"))
+    arrays[norm] = arrays[norm].astype(np.int16)
+    inspection = inspect_folder(write(tmp_path, arrays))
+    assert len(inspection.problems) == 2
+    assert inspection.notes == []
+
+
+@pytest.mark.parametrize(("name", "content"), [("tokenizer.json", "{}"), ("chat_template.jinja", "{% if %}")])
+def test_a_tokenizer_that_cannot_be_used_is_noted(tmp_path, name, content):
+    write(tmp_path)
+    tmp_path.joinpath(name).write_text(content, encoding="utf-8")
+    (note,) = inspect_folder(tmp_path).notes
+    assert note.startswith("no text can be read or written: ")
+    assert name in note
 
 
 def test_it_reads_headers_alone(tmp_path, monkeypatch):
@@ -103,7 +130,7 @@ def test_it_reads_headers_alone(tmp_path, monkeypatch):
 
 
 def test_the_command_shows_a_table_and_says_that_all_is_well(tmp_path):
-    result = run(tiny.write(tmp_path))
+    result = run(write(tmp_path))
     assert result.exit_code == 0
     assert "1 DeltaNet and 1 sparse attention layers" in result.stdout
     for word in ("shared expert", "mul1", "ngram", "Every tensor group parses."):
@@ -112,7 +139,7 @@ def test_the_command_shows_a_table_and_says_that_all_is_well(tmp_path):
 
 
 def test_the_command_prints_one_json_object(tmp_path):
-    result = run(tiny.write(tmp_path), "--json")
+    result = run(write(tmp_path), "--json")
     value = json.loads(result.stdout)
     assert result.exit_code == 0
     assert value["usable"]
@@ -123,7 +150,7 @@ def test_the_command_prints_one_json_object(tmp_path):
 def test_the_command_fails_when_a_group_does_not_parse(tmp_path):
     arrays = tiny.tensors()
     arrays[f"{QKV}.suh"] = np.ones(7, np.float16)
-    result = run(tiny.write(tmp_path, arrays))
+    result = run(write(tmp_path, arrays))
     assert result.exit_code == 1
     assert "layers.0.linear_attn.in_proj_qkv does not parse" in result.stdout
     assert "Every tensor group parses." not in result.stdout
@@ -132,7 +159,7 @@ def test_the_command_fails_when_a_group_does_not_parse(tmp_path):
 
 def test_many_problems_are_cut_short(tmp_path):
     arrays = {name: array for name, array in tiny.tensors().items() if not name.endswith(".suh")}
-    result = run(tiny.write(tmp_path, arrays))
+    result = run(write(tmp_path, arrays))
     assert result.exit_code == 1
     assert "--json lists all" in result.stdout
 

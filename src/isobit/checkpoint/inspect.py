@@ -23,7 +23,8 @@ from isobit.checkpoint.reader import Checkpoint
 from isobit.checkpoint.store import TensorInfo
 from isobit.checkpoint.synth_memory import MemoryStore
 from isobit.checkpoint.synth_recipe import RECIPE_FILE
-from isobit.errors import CheckpointError, counted
+from isobit.checkpoint.tokenizer import Tokenizer
+from isobit.errors import CheckpointError, IsobitError, counted
 
 Layout = LinearLayout | EmbeddingLayout | NgramLayout | TensorInfo
 
@@ -110,6 +111,9 @@ def inspect_folder(folder: str | Path) -> Inspection:
             else:
                 _count(reports[group.tensor_class], group, layout, mapped=not synthetic)
                 used.update(info.name for info in _tensors(layout))
+        failed = [group for group in checkpoint.groups.values() if group.name in missing or group.name in problems]
+        unread = tuple(checkpoint.file_name(group.name) + end for group in failed for end in {"", group.suffix})
+        used.update(name for name in checkpoint.store.names if is_below(name, unread))
         config = checkpoint.config
         return Inspection(
             folder=str(folder),
@@ -128,6 +132,11 @@ def inspect_folder(folder: str | Path) -> Inspection:
             problems=problems,
             notes=list(_notes(checkpoint, used)),
         )
+
+
+def is_below(name: str, groups: tuple[str, ...]) -> bool:
+    """Whether a tensor is one of these groups, or part of one."""
+    return name in groups or name.startswith(tuple(f"{group}." for group in groups))
 
 
 def _layout(checkpoint: Checkpoint, group: TensorGroup) -> Layout:
@@ -189,6 +198,10 @@ def _notes(checkpoint: Checkpoint, used: set[str]) -> Iterator[str]:
         )
     if checkpoint.lacks_mtp:
         yield "config.json names an MTP head, but the files hold none: replies are the same, without drafts"
+    try:
+        Tokenizer(checkpoint.folder)
+    except IsobitError as error:
+        yield f"no text can be read or written: {error}"
     if checkpoint.config.unknown_keys:
         yield f"config.json has keys that isobit does not know: {', '.join(checkpoint.config.unknown_keys)}"
     markers = (".mcg", ".mul1")

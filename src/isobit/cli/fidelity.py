@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from isobit import settings
-from isobit.cli.common import DeviceOption, Folder
+from isobit.cli.common import DeviceOption, Folder, MemoryOption
 from isobit.errors import IsobitError
 
 NEEDED = ("torch", "transformers", "huggingface_hub")
@@ -24,12 +24,7 @@ def fidelity(
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the random tokens.", min=0)] = 0,
     device: DeviceOption = settings.DEVICE.default,
-    memory_gib: Annotated[
-        float | None,
-        typer.Option(
-            help="The most memory of the device to use, in GiB. Default: what is free.", min=0.0, show_default=False
-        ),
-    ] = None,
+    memory_gib: MemoryOption = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
 ) -> None:
     """Compare a checkpoint's logits with transformers' own model, which runs in float32 on the same device.
