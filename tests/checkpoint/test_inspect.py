@@ -1,14 +1,18 @@
 """`isobit inspect`: what it counts, what it names, and its exit codes."""
 
+import io
 import json
+from contextlib import redirect_stderr, redirect_stdout
 
 import numpy as np
 import pytest
 import typer
 from typer.testing import CliRunner
 
+from isobit.checkpoint import inspect as inspect_module
 from isobit.checkpoint.inspect import inspect_folder
 from isobit.checkpoint.store import TensorStore
+from isobit.checkpoint.synth_recipe import write_recipe
 from isobit.checkpoint.synth_text import text_files
 from isobit.cli.inspect import inspect, size
 from isobit.errors import CheckpointError
@@ -127,6 +131,30 @@ def test_it_reads_headers_alone(tmp_path, monkeypatch):
     monkeypatch.setattr(TensorStore, "read", read_marker)
     monkeypatch.delattr(TensorStore, "map")
     assert inspect_folder(tmp_path).usable
+
+
+def test_of_a_recipe_no_random_value_is_drawn(tmp_path, monkeypatch):
+    write_recipe(tmp_path / "recipe", "test")
+    monkeypatch.setattr(np.random, "PCG64", lambda seed: pytest.fail("a generator was made"))
+    assert inspect_folder(tmp_path / "recipe").usable
+
+
+def test_progress_is_told_up_to_the_last_groups(tmp_path, monkeypatch):
+    monkeypatch.setattr(inspect_module, "GROUPS_A_STEP", 10)
+    told = []
+    inspect_folder(tiny.write(tmp_path), lambda done, total: told.append((done, total)))
+    assert [done for done, _ in told] == list(range(0, told[0][1], 10))
+    assert len({total for _, total in told}) == 1
+
+
+def test_the_command_shows_how_far_it_is_on_a_terminal_alone(tmp_path, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    for terminal, shown in ((True, True), (False, False)):
+        stream = io.StringIO()
+        stream.isatty = lambda terminal=terminal: terminal
+        with redirect_stderr(stream), redirect_stdout(io.StringIO()):
+            inspect(tiny.write(tmp_path / str(terminal)))
+        assert ("reading headers" in stream.getvalue()) == shown
 
 
 def test_the_command_shows_a_table_and_says_that_all_is_well(tmp_path):

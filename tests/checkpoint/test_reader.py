@@ -12,6 +12,8 @@ from isobit.checkpoint.store import write_tensors
 from isobit.checkpoint.trellis import dequantize_embedding
 from isobit.checkpoint.weights import WIDTHS, Exl3Linear, PlainEmbedding, PlainLinear, QuantizedEmbedding
 from isobit.errors import CheckpointError
+from isobit.model.load import load_model
+from isobit.ops import load_ops
 from tests.checkpoint import tiny
 
 TEXT_PREFIX = "model.language_model."
@@ -247,6 +249,34 @@ def test_quantized_embeddings_are_mapped_as_stored(tmp_path, bits):
         assert (embedding.bits, embedding.hidden) == (bits, 128)
         np.testing.assert_array_equal(embedding.trellis, arrays[f"{EMBED}.trellis"])
         np.testing.assert_array_equal(embedding.signs, arrays[f"{EMBED}.signs"])
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("kind", ["F16", "F32", "BF16"])
+def test_plain_embeddings_that_are_not_finite_are_refused_by_name(tmp_path, kind, value):
+    arrays, values = tiny.tensors(), tiny.floats(np.random.default_rng(4), (128, 128))
+    values[127, 5] = value
+    stored = {"F16": values.astype(np.float16), "F32": values, "BF16": (values.view(np.uint32) >> 16).astype(np.uint16)}
+    arrays[f"{EMBED}.weight"] = stored[kind]
+    bf16 = (f"{EMBED}.weight",) if kind == "BF16" else ()
+    expected = rf"model\.safetensors: tensor {EMBED}\.weight holds NaN or infinite"
+    with Checkpoint(tiny.write(tmp_path, arrays, bf16=bf16)) as checkpoint:
+        for read in (checkpoint.embedding, lambda: load_model(checkpoint, load_ops("cpu"), context=64)):
+            with pytest.raises(CheckpointError, match=expected):
+                read()
+
+
+def test_each_tensor_of_floats_but_the_rows_of_ngram_tables_is_refused_by_name_when_it_is_not_finite(tmp_path):
+    arrays = tiny.tensors()
+    floats = [name for name, array in arrays.items() if array.dtype in (np.float16, np.float32)]
+    assert {name.rpartition(".")[2] for name in floats} >= {"suh", "svh", "weight", "head_bias", "A_log", "dt_bias"}
+    for number, name in enumerate(floats):
+        poisoned = arrays[name].copy()
+        poisoned.reshape(-1)[-1] = (np.nan, np.inf, -np.inf)[number % 3]
+        folder = tiny.write(tmp_path / str(number), {**arrays, name: poisoned})
+        with Checkpoint(folder) as checkpoint, pytest.raises(CheckpointError) as caught:
+            read_all(checkpoint)
+        assert f"model.safetensors: tensor {name} holds NaN or infinite values" in str(caught.value)
 
 
 def test_a_quantized_embedding_with_a_nan_scale_is_refused(tmp_path):

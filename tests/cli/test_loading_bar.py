@@ -5,7 +5,7 @@ from contextlib import redirect_stderr
 
 import pytest
 
-from isobit.cli.common import BytesBar, open_engine
+from isobit.cli.common import Bar, open_engine
 
 
 class Terminal(io.StringIO):
@@ -20,7 +20,7 @@ def wide(monkeypatch):
 
 
 def test_bytes_and_time_left_are_shown_on_a_terminal():
-    with redirect_stderr(Terminal()) as shown, BytesBar("loading") as bar:
+    with redirect_stderr(Terminal()) as shown, Bar("loading") as bar:
         bar(300_000_000, 1_200_000_000)
         bar._bar.refresh()
     assert "loading" in shown.getvalue()

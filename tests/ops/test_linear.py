@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isobit.checkpoint.trellis import codebook_values, dequantize_inner, tile_to_matrix, unpack_states
-from isobit.checkpoint.weights import CODEBOOKS, PlainLinear, all_finite
+from isobit.checkpoint.weights import CODEBOOKS, SCANNED_BYTES, PlainLinear, all_finite
 from isobit.errors import CheckpointError
 from isobit.ops import set_threads
 from isobit.ops.linear import cpu, parallel
@@ -175,6 +175,25 @@ def test_a_half_is_finite_by_its_bits_as_by_its_value():
         assert all_finite(value) == np.isfinite(value[0])
     assert all_finite(np.empty((0, 3), np.float16))
     assert not all_finite(np.array([[1, 2], [np.nan, 3]], np.float16)[:, ::2])
+
+
+def test_of_bfloat16_too():
+    bits = np.arange(1 << 16, dtype=np.uint16).reshape(-1, 1)
+    for stored, value in zip(bits, (bits.astype(np.uint32) << 16).view(np.float32), strict=True):
+        assert all_finite(stored, bfloat16=True) == np.isfinite(value[0])
+
+
+@pytest.mark.parametrize("kind", [np.float16, np.float32])
+def test_a_large_array_is_looked_at_to_its_end(kind):
+    values = np.zeros((3, SCANNED_BYTES // 5), kind)
+    for place in ((0, 0), (1, 7), (2, -1)):
+        assert all_finite(values)
+        values[place] = -np.inf
+        assert not all_finite(values)
+        assert not all_finite(values.reshape(-1))
+        values[place] = 0
+    assert all_finite(np.float32(1))
+    assert not all_finite(np.float16(np.nan))
 
 
 def test_halves_as_stored_give_the_bytes_of_floats():

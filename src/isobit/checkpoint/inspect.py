@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,9 @@ from isobit.checkpoint.tokenizer import Tokenizer
 from isobit.errors import CheckpointError, IsobitError, counted
 
 Layout = LinearLayout | EmbeddingLayout | NgramLayout | TensorInfo
+Progress = Callable[[int, int], None]
+
+GROUPS_A_STEP = 256  # between two reports of progress
 
 
 @dataclass
@@ -93,15 +96,20 @@ class Inspection:
         return {**vars(self), **totals, "classes": classes}
 
 
-def inspect_folder(folder: str | Path) -> Inspection:
-    """Report on a checkpoint; CheckpointError when the folder, its config or a file's header cannot be read at all."""
+def inspect_folder(folder: str | Path, progress: Progress | None = None) -> Inspection:
+    """Report on a checkpoint; CheckpointError when the folder, its config or a file's header cannot be read at all.
+
+    progress: told now and then how many tensor groups are read, of how many.
+    """
     with open_checkpoint(folder) as checkpoint:
         synthetic = isinstance(checkpoint.store, MemoryStore)
         reports = {name: ClassReport(name) for name in CLASSES}
         missing: dict[str, str] = {}
         problems: dict[str, str] = {}
         used: set[str] = set()
-        for group in checkpoint.groups.values():
+        for number, group in enumerate(checkpoint.groups.values()):
+            if progress is not None and number % GROUPS_A_STEP == 0:
+                progress(number, len(checkpoint.groups))
             try:
                 layout = _layout(checkpoint, group)
             except MissingTensorError as error:

@@ -1,8 +1,9 @@
 """A checkpoint folder as host weights: canonical names (`names.py`) in, the types of `weights.py` out."""
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Literal, cast
 
@@ -33,6 +34,8 @@ from isobit.checkpoint.weights import (
 )
 from isobit.errors import CheckpointError
 
+PART_BYTES = 8 << 20
+
 Projection = Literal["gate_proj", "up_proj", "down_proj"]
 
 
@@ -51,7 +54,8 @@ class Checkpoint:
     `config` is what the folder really holds: without the MTP head if the files hold none, which `lacks_mtp` then says.
     Names are canonical or as the files spell them. What a method returns is owned and writable, except for the
     read-only memory maps of the token embeddings and n-gram tables. Every method raises CheckpointError for what is
-    missing, has another shape or dtype than the config demands, or holds scales that are not finite.
+    missing, has another shape or dtype than the config demands, or holds values that are not finite, except for
+    the rows of n-gram tables.
     """
 
     def __init__(self, folder: str | Path):
@@ -143,17 +147,21 @@ class Checkpoint:
         info = vector_layout(self.store, self.file_name(canonical), shape)
         return self._floats(info, [size for size in shape or info.shape if size != 1] or [1])
 
-    def embedding(self) -> PlainEmbedding | QuantizedEmbedding:
-        """The token embeddings, memory-mapped."""
+    def embedding(self, each: Each = map) -> PlainEmbedding | QuantizedEmbedding:
+        """The token embeddings, memory-mapped, all of them looked at.
+
+        each: a `map`, whose calls may go to several threads.
+        """
         layout = self.embedding_layout()
         name, hidden = self.file_name("embed_tokens"), self.config.hidden_size
         if layout.bits is None:
             info = layout.parts["weight"]
-            return PlainEmbedding(name, self.store.map(info.name), hidden, bfloat16=info.dtype == "BF16")
+            rows, bfloat16 = self.store.map(info.name), info.dtype == "BF16"
+            return PlainEmbedding(name, self._finite(rows, info, bfloat16, each), hidden, bfloat16)
         signs = self._finite(self.store.read(layout.parts["signs"].name), layout.parts["signs"])
         trellis = self.store.map(layout.parts["trellis"].name)
         scales = trellis[:, :: 1 + 16 * layout.bits].view(np.float16)
-        self._finite(scales, layout.parts["trellis"])
+        self._finite(scales, layout.parts["trellis"], each=each)
         return QuantizedEmbedding(name, trellis, signs, layout.bits, hidden)
 
     def embedding_layout(self) -> EmbeddingLayout:
@@ -277,8 +285,8 @@ class Checkpoint:
     def _integers(self, info: TensorInfo) -> np.ndarray:
         return self.store.read(info.name).astype(np.int64)
 
-    def _finite(self, values: np.ndarray, info: TensorInfo) -> np.ndarray:
-        if not all_finite(values):
+    def _finite(self, values: np.ndarray, info: TensorInfo, bfloat16: bool = False, each: Each = map) -> np.ndarray:
+        if not all(each(partial(all_finite, bfloat16=bfloat16), _in_parts(values))):
             raise CheckpointError(
                 f"{info.file}: tensor {info.name} holds NaN or infinite values, expected finite ones; {AGAIN}"
             )
@@ -308,6 +316,12 @@ def _text_prefix(store: TensorStore) -> str:
 def _held(stored: np.ndarray, info: TensorInfo) -> np.ndarray:
     """A plain weight as `PlainLinear` has it: float16 as it is, all else float32."""
     return stored if info.dtype == "F16" else _widen(stored, info)
+
+
+def _in_parts(values: np.ndarray) -> Iterator[np.ndarray]:
+    """The array, cut along its first axis into parts that are worth a thread's call each."""
+    rows = max(1, PART_BYTES * len(values) // max(values.nbytes, 1))
+    return (values[first : first + rows] for first in range(0, len(values), rows))
 
 
 def _widen(stored: np.ndarray, info: TensorInfo) -> np.ndarray:

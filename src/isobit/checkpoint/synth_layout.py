@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cache
 
 import numpy as np
 
@@ -163,8 +164,7 @@ class Layout:
         else:
             yield f"{name}.svh", Tensor("F16", (n,), around_scale, n)
         if codebook != "3inst":
-            marker = np.array([MULTIPLIERS[codebook]], np.uint32).view(np.int32).tolist()
-            yield f"{name}.{codebook}", Tensor("I32", (), given(marker, np.int32))
+            yield f"{name}.{codebook}", _marker(codebook)
 
     def _variant(self, name: str, width: float | str) -> tuple[str, float]:
         codebook = self.codebook
@@ -209,6 +209,11 @@ class Layout:
 
 def padded_rows(rows: int, divisor: int) -> int:
     return -(-rows // divisor) * divisor
+
+
+@cache
+def _marker(codebook: str) -> Tensor:
+    return Tensor("I32", (), given(np.array([MULTIPLIERS[codebook]], np.uint32).view(np.int32).tolist(), np.int32))
 
 
 def _integers(numbers: list[int]) -> Tensor:

@@ -4,7 +4,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
@@ -19,15 +19,21 @@ class Values:
     """A tensor's random values, in order: keyed by the seed and the tensor's name, whatever is written around it."""
 
     def __init__(self, seed: int, name: str):
-        digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+        self._key = f"{seed}/{name}"
+
+    @cached_property
+    def _generator(self) -> np.random.PCG64:
+        """Made when a value is drawn: most tensors of a checkpoint are small and given, and making it takes longer."""
+        digest = hashlib.sha256(self._key.encode()).digest()
         state, increment = (int.from_bytes(half, "little") for half in (digest[:16], digest[16:]))
-        self._generator = np.random.PCG64(0)
-        self._generator.state = {
+        generator = np.random.PCG64(0)
+        generator.state = {
             "bit_generator": "PCG64",
             "state": {"state": state, "inc": increment | 1},
             "has_uint32": 0,
             "uinteger": 0,
         }
+        return generator
 
     def skip(self, count: int) -> None:
         """Pass over an even number of `bell` values, as if they had been drawn."""

@@ -70,23 +70,27 @@ def open_engine(folder: Path, always_tell: bool = False, profile: bool = False, 
     if (always_tell or sys.stderr.isatty()) and kernels.none_kept():
         print(COMPILING, file=sys.stderr, flush=True)
     options = EngineSettings(**{"parallel": 1, "prompt_cache_gib": 0.0, **chosen})
-    with BytesBar("loading") as loading:
+    with Bar("loading") as loading:
         return Engine(folder, options, rounds=ProfiledRounds if profile else Rounds, progress=loading)
 
 
-class BytesBar:
-    """A progress bar on standard error, where that is a terminal, fed with (bytes done, bytes in all)."""
+class Bar:
+    """A progress bar on standard error, where that is a terminal, fed with (done, in all): bytes, or `counts`.
 
-    def __init__(self, label: str):
-        self._label = label
+    Until it is fed it moves to and fro.
+    """
 
-    def __enter__(self) -> "BytesBar":
+    def __init__(self, label: str, counts: bool = False):
+        self._label, self._counts = label, counts
+
+    def __enter__(self) -> "Bar":
+        from rich import progress
         from rich.console import Console
-        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-        columns = (TextColumn(self._label), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+        amount = progress.MofNCompleteColumn() if self._counts else progress.DownloadColumn()
+        columns = (progress.TextColumn(self._label), progress.BarColumn(), amount, progress.TimeRemainingColumn())
         console = Console(stderr=True)
-        self._bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+        self._bar = progress.Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
         self._task = self._bar.add_task("", total=None)
         self._bar.start()
         return self

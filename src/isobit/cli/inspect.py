@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from isobit.cli.common import Bar
 from isobit.errors import counted
 
 if TYPE_CHECKING:
@@ -24,7 +25,8 @@ def inspect(
     """
     from isobit.checkpoint.inspect import inspect_folder
 
-    inspection = inspect_folder(folder)
+    with Bar("reading headers", counts=True) as reading:
+        inspection = inspect_folder(folder, reading)
     if json:
         typer.echo(json_text.dumps(inspection.as_dict(), indent=2))
     else:

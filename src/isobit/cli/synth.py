@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from isobit.cli.common import BytesBar
+from isobit.cli.common import Bar
 from isobit.errors import IsobitError
 
 Target = Annotated[
@@ -135,7 +135,7 @@ def synth(
         weights = write_recipe(folder, **options)
         made = f"a recipe: {weights / 1e6:,.0f} MB of weights, made in memory when the folder is opened"
     else:
-        with BytesBar("writing") as progress:
+        with Bar("writing") as progress:
             written = synthesize(folder, **options, progress=progress)
         made = f"{sum(file.stat().st_size for file in written.iterdir()) / 1e6:,.0f} MB"
     typer.echo(f"Wrote {folder} ({made}). See what it holds: isobit inspect {folder}")

@@ -40,8 +40,7 @@ def _load(loader: "Loader", steps: "Steps") -> FlashNext:
     if config.has_mtp:
         mtp = loader.mtp()
         steps.done("mtp")
-    loader.ahead.wait_for_last()
-    embedding = ops.prepare_embedding(checkpoint.embedding())
+    embedding = ops.prepare_embedding(loader.ahead.embedding())
     steps.done("embed_tokens")
     head = ops.prepare_linear(checkpoint.head())
     steps.done("lm_head")

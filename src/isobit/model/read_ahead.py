@@ -6,6 +6,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 
 from isobit.checkpoint.reader import Checkpoint, ExpertLinears
+from isobit.checkpoint.weights import PlainEmbedding, QuantizedEmbedding
 from isobit.ops import environment
 
 READERS = 16  # pieces of files that are read at a time: what keeps a fast disk busy
@@ -54,9 +55,9 @@ class ReadAhead:
         self._begin(self._layers.index(layer) + 1)
         return self._experts.pop(layer).result()
 
-    def wait_for_last(self) -> None:
-        """Return when the embeddings and the head are in memory, after the layers."""
-        self._last.result()
+    def embedding(self) -> PlainEmbedding | QuantizedEmbedding:
+        """The token embeddings, after the layers; the head is in memory then. Raises CheckpointError as they do."""
+        return self._last.result()
 
     def _begin(self, place: int) -> None:
         if place < self._begun:
@@ -68,7 +69,7 @@ class ReadAhead:
             routed = self._ahead.submit(self._fetch_routed, layer, place % 2)
             self._experts[layer] = self._ahead.submit(self._make, layer, routed)
         else:
-            self._last = self._ahead.submit(self._fetch_last)
+            self._last: Future[PlainEmbedding | QuantizedEmbedding] = self._ahead.submit(self._fetch_last)
 
     def _fetch(self, layer: str) -> None:
         names = [name for name in tensor_names(self._checkpoint, layer) if ROUTED not in name]
@@ -95,12 +96,13 @@ class ReadAhead:
             self._blocks[number] = np.empty(nbytes, np.uint8)
         return self._blocks[number]
 
-    def _fetch_last(self) -> None:
+    def _fetch_last(self) -> PlainEmbedding | QuantizedEmbedding:
         names = {part: tensor_names(self._checkpoint, part) for part in LAST}
         if not self._copies:
             self._checkpoint.store.will_need(names.pop(EMBEDDING))
         for part in names.values():
             self._checkpoint.store.fetch(part, self._readers.map)
+        return self._checkpoint.embedding(self._readers.map)
 
 
 def tensor_names(checkpoint: Checkpoint, prefix: str) -> list[str]:
