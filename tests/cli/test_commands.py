@@ -114,11 +114,12 @@ def test_generate_names_the_seed_that_it_drew(test_checkpoint, capsys):
 def test_a_prompt_that_is_too_long_is_told_what_generate_can_do_about_it(test_checkpoint, capsys):
     assert run(["generate", str(test_checkpoint), "x" * 30, "--raw", "--context", "20"]) == 2
     said = capsys.readouterr().err
-    assert "30 tokens" in said
-    assert "or raise --context, up to 2,048" in said
+    assert "the prompt has 30 tokens, but 19 fit in a context of 20 with a reply" in said
+    assert "or raise --context, up to the model's window of 2,048" in said
     assert run(["generate", str(test_checkpoint), "x" * 3000, "--raw"]) == 2
     said = capsys.readouterr().err
-    assert "shorten the prompt" in said
+    assert "3,000 tokens, but 2,047 fit" in said
+    assert "shorten it, as this is the model's whole window" in said
     assert "raise" not in said
 
 

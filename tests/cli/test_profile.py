@@ -1,10 +1,12 @@
 """`--profile`: time per op beside the same replies, and what a prompt and a round are made of."""
 
+import inspect
 import json
 
 import pytest
 
 from isobit.cli.app import run
+from isobit.cli.bench import bench
 from isobit.cli.profile import BETWEEN
 
 PROMPT = "Bits are bits. " * 6
@@ -98,3 +100,27 @@ def test_benches_cut_their_own_lengths_to_the_window_and_refuse_others(make_chec
     ):
         assert run(["bench", *wrong, "--device", "cpu"]) == 2
         assert said in capsys.readouterr().err
+
+
+def test_bench_drafts_profiles_the_engine_that_drafts(test_checkpoint, capsys, monkeypatch):
+    # Whether drafts pay is a matter of time.
+    monkeypatch.setattr("isobit.engine.guard.RoundCosts.needs_plain_round", lambda costs, lanes: False)
+    monkeypatch.setattr("isobit.engine.guard.DraftGuard.open", property(lambda guard: True))
+    options = ["--repeats", "1", "--reply-tokens", "12", "--device", "cpu", "--profile", "--json"]
+    assert run(["bench", "drafts", str(test_checkpoint), *options]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert [result["with"] for result in report["results"]] == ["neither", "cache, unused", "drafts", "drafts, wrong"]
+    phases = by_phase(report["profile"])
+    assert phases.keys() == {"prompt, deep", "decode, 1 lane"}
+    assert phases["prompt, deep"]["rounds"] == 1
+    # A drafted window has more rows than the one that neither would have.
+    drafted = report["results"][2]["drafted"]
+    assert drafted > 0
+    assert phases["decode, 1 lane"]["rows"] == phases["decode, 1 lane"]["rounds"] + drafted
+    for phase in phases.values():
+        assert_adds_up(phase)
+
+
+def test_every_bench_takes_it():
+    for command in bench.registered_commands:
+        assert "profile" in inspect.signature(command.callback).parameters, command.callback.__name__

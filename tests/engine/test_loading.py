@@ -1,5 +1,6 @@
 """Starting where memory is short: one line with the numbers and what to set; and reading ahead of the device."""
 
+import dataclasses
 import shutil
 
 import numpy as np
@@ -51,6 +52,37 @@ def test_weights_that_cannot_fit_are_refused_before_they_are_read(test_checkpoin
     assert f"take at least {least_bytes(Checkpoint(test_checkpoint)) / MIB:.1f} MiB" in message
     assert "the GPU has 0.50 GiB of 1.00 GiB free" in message
     assert "raise --memory-gib" in message
+
+
+def test_more_memory_than_there_is_is_told_and_not_used(test_checkpoint, monkeypatch, caplog):
+    monkeypatch.setattr("isobit.engine.memory.available", lambda: 40 * MIB)
+    monkeypatch.setattr("isobit.engine.memory.anonymous_resident", lambda: 60 * MIB)
+    settings = EngineSettings(context=CONTEXT, prompt_cache_gib=0.0, memory_gib=512.0, device="cpu", parallel=1)
+    engine = Engine(test_checkpoint, settings)
+    engine.close()
+    assert caplog.messages == [
+        "--memory-gib is 512.00 GiB, but the machine has 40.0 MiB free: going on with 100.0 MiB, with the same replies"
+    ]
+    assert 0 < engine.budget.buffer_bytes < 40 * MIB
+    caplog.clear()
+    Engine(test_checkpoint, dataclasses.replace(settings, memory_gib=80 / 1024)).close()
+    assert not caplog.messages
+
+
+def test_on_a_gpu_what_is_free_there_counts(monkeypatch):
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (6 * GIB, 9 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 2 * GIB)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 3 * GIB)
+    placement = Placement("cuda")
+    assert (placement.limit(4.0), placement.beyond_reach(4.0)) == (4 * GIB, None)
+    assert placement.limit(9.0) == 9 * GIB
+    assert placement.limit(80.0) == placement.limit(None) == 9 * GIB - GPU_RESERVE
+    assert placement.beyond_reach(80.0) == (
+        "--memory-gib is 80.00 GiB, but the GPU has 6.00 GiB of 9.00 GiB free: going on with 8.00 GiB, with the same "
+        "replies"
+    )
+    assert placement.beyond_reach(None) is None
 
 
 def test_the_least_bytes_are_those_of_what_every_device_holds(test_checkpoint):

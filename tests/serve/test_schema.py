@@ -185,6 +185,24 @@ def test_other_prompts_are_refused(prompt):
     assert refused.value.param == "prompt"
 
 
+@pytest.mark.parametrize(
+    ("prompt", "said"),
+    [
+        ([True, -1], "prompt[0] is true: expected a token id, a whole number of 0 or more"),
+        ([4, -1], "prompt[1] is -1: expected"),
+        ([[4, 5, None]], "prompt[2] is null: expected"),
+        ([0, 1.5], "prompt[1] is 1.5: expected"),
+        ([{}], "prompt[0] is an object: expected"),
+        ([2**40], "prompt[0] is 1099511627776: expected"),
+    ],
+)
+def test_what_is_no_token_id_is_told_with_its_place(prompt, said):
+    with pytest.raises(ApiError) as refused:
+        parse_completion({"prompt": prompt})
+    assert str(refused.value).startswith(said)
+    assert (refused.value.status, refused.value.param, refused.value.code) == (400, "prompt", "invalid_value")
+
+
 def test_a_missing_prompt_is_named():
     with pytest.raises(ApiError, match="'prompt' is missing"):
         parse_completion({})

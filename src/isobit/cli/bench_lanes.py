@@ -153,9 +153,13 @@ def drafts(
     device: DeviceOption = settings.DEVICE.default,
     memory_gib: MemoryOption = None,
     threads: ThreadsOption = None,
+    profile: ProfileOption = settings.PROFILE.default,
     as_json: Json = False,
 ) -> None:
-    """Reply speed with a prompt cache that nothing uses, with drafts, and with wrong drafts, against neither."""
+    """Reply speed with a prompt cache that nothing uses, with drafts, and with wrong drafts, against neither.
+
+    --profile times them all and prints the one with drafts.
+    """
     variants: dict[str, dict[str, Any]] = {
         "neither": {"drafts": False},
         "cache, unused": {"drafts": False, "prompt_cache_gib": 0.5},
@@ -164,7 +168,7 @@ def drafts(
     }
     ends: dict[str, list[Finished]] = {name: [] for name in variants}
     engines = {
-        name: open_engine(folder, device=device, memory_gib=memory_gib, threads=threads, **v)
+        name: open_engine(folder, device=device, memory_gib=memory_gib, threads=threads, profile=profile, **v)
         for name, v in variants.items()
     }
     spoil_drafts(engines["drafts, wrong"])
@@ -178,11 +182,14 @@ def drafts(
                 finished = submit_all(engine, requests(engine, length, 1, reply, first=i))[0].finished
                 if i:
                     ends[name].append(finished)
+                else:
+                    start_over(engine)
     finally:
         for engine in engines.values():
             engine.close()
     results = [drafts_result(name, ends[name], ends["neither"]) for name in variants]
-    report(as_json, f"One stream of {reply} reply tokens", tuple(results[0]), results)
+    timed = profile_of(engines["drafts"])
+    report(as_json, f"One stream of {reply} reply tokens", tuple(results[0]), results, timed)
 
 
 def fitting_length(window: int, asked: int | None) -> int:

@@ -211,22 +211,24 @@ class Engine:
     def _check(self, request: Request) -> None:
         if not request.tokens:
             raise RequestError("the prompt is empty: at least one token is needed", "prompt")
-        outside = [token for token in request.tokens if not 0 <= token < self.config.vocab_size]
-        if outside:
-            raise RequestError(
-                f"token id {outside[0]} is outside the vocabulary: expected 0 to {self.config.vocab_size - 1}", "prompt"
-            )
+        for place, token in enumerate(request.tokens):
+            if not 0 <= token < self.config.vocab_size:
+                raise RequestError(
+                    f"prompt[{place}] is {token}: expected a token id, 0 to {self.config.vocab_size - 1}", "prompt"
+                )
         if len(request.tokens) >= self.context:
             raise RequestError(self._too_long(len(request.tokens)), "prompt", "context_length_exceeded")
 
     def _too_long(self, tokens: int) -> str:
         window = self.config.max_position_embeddings
-        more = (
-            f"or raise --context, up to {window:,}" if self.context < window else "for the model knows no longer ones"
+        advice = (
+            f"shorten it, or raise --context, up to the model's window of {window:,}"
+            if self.context < window
+            else "shorten it, as this is the model's whole window"
         )
         return (
-            f"the prompt has {counted(tokens, 'token')}, but the context holds {self.context:,} with the reply: "
-            f"shorten the prompt, {more}"
+            f"the prompt has {counted(tokens, 'token')}, but {self.context - 1:,} fit in a context of "
+            f"{self.context:,} with a reply: {advice}"
         )
 
     def _context(self, asked: int | None) -> int:

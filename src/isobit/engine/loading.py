@@ -1,5 +1,6 @@
 """A model and its state within a device's memory; where they do not fit, the numbers and what to set, in one line."""
 
+import logging
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -19,12 +20,16 @@ HALF_BYTES = 2
 WIDE = {"F32": 4, "F64": 8}  # bytes of floats that a device may hold as halves
 
 Made = TypeVar("Made")
+log = logging.getLogger(__name__)
 
 
 def load_within(
     checkpoint: Checkpoint, placement: Placement, context: int, memory_gib: float | None, progress: Progress | None
 ) -> FlashNext:
     """The checkpoint's model on the device. Raises IsobitError where its weights do not fit, soon if that is sure."""
+    warning = placement.beyond_reach(memory_gib)
+    if warning is not None:
+        log.warning("%s", warning)
     needed, taken, limit = least_bytes(checkpoint), placement.loaded(), placement.limit(memory_gib)
     if taken + needed > limit:
         raise IsobitError(

@@ -69,16 +69,31 @@ class Placement:
 
         return int(torch.cuda.memory_allocated())
 
-    def limit(self, memory_gib: float | None) -> int:
-        """The most bytes to use in all."""
-        if memory_gib:
-            return int(memory_gib * memory.GIB)
+    def free(self) -> int:
+        """Bytes that the device can still give this process."""
         if self._on_host:
-            return self.loaded() + memory.available()
+            return memory.available()
         import torch
 
         free, _ = torch.cuda.mem_get_info()
-        return self.loaded() + max(0, free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated() - GPU_RESERVE)
+        return int(free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated())
+
+    def limit(self, memory_gib: float | None) -> int:
+        """The most bytes to use in all: what is asked for, or where there is less, all but a GPU's reserve."""
+        loaded, free, asked = self.loaded(), self.free(), int((memory_gib or 0) * memory.GIB)
+        if memory_gib and asked <= loaded + free:
+            return asked
+        return loaded + max(0, free - (0 if self._on_host else GPU_RESERVE))
+
+    def beyond_reach(self, memory_gib: float | None) -> str | None:
+        """What to tell a user who asked for more memory than there is, or None."""
+        asked, limit = int((memory_gib or 0) * memory.GIB), self.limit(memory_gib)
+        if asked <= limit:
+            return None
+        return (
+            f"--memory-gib is {memory.gib(asked)}, but {self.free_text()}: going on with {memory.gib(limit)}, with the "
+            "same replies"
+        )
 
     def release(self) -> None:
         """Give memory that is kept for arrays to come back to the device."""

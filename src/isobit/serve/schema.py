@@ -9,10 +9,12 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from isobit import settings
 from isobit.engine.request import Request, Sampling
-from isobit.serve.errors import ApiError, from_validation
+from isobit.serve.errors import ApiError, from_validation, short
 
 if TYPE_CHECKING:
     from isobit.checkpoint.tokenizer import Tokenizer
+
+MOST_TOKEN_ID = 2**31 - 1  # of any vocabulary
 
 Neutral = dict[str, tuple[Any, ...]]
 T = TypeVar("T", bound="Common")
@@ -101,9 +103,13 @@ def _prompt(value: Any) -> Any:
         value = value[0]
     if isinstance(value, str):
         return value
-    if isinstance(value, list) and all(type(token) is int and abs(token) < 2**31 for token in value):
-        return tuple(value)
-    raise ValueError("must be one text or one list of token ids (several prompts in one request are not supported)")
+    if not isinstance(value, list) or any(isinstance(item, str | list) for item in value):
+        raise ValueError("must be one text or one list of token ids (several prompts in one request are not supported)")
+    for place, item in enumerate(value):
+        if type(item) is not int or not 0 <= item <= MOST_TOKEN_ID:
+            message = f"prompt[{place}] is {short(item)}: expected a token id, a whole number of 0 or more"
+            raise ApiError(400, message, "prompt", "invalid_value")
+    return tuple(value)
 
 
 def _tool(value: Any) -> dict[str, Any]:
