@@ -18,7 +18,7 @@ torch = pytest.importorskip("torch")
 from isobit.checkpoint.reader import Checkpoint  # noqa: E402
 from isobit.cuda import graphs as graphs_module  # noqa: E402
 from isobit.cuda import kernels, memory  # noqa: E402
-from isobit.cuda.graphs import CudaGraphs, GraphPasses  # noqa: E402
+from isobit.cuda.graphs import CudaGraphs, GraphPasses, NotBegunError  # noqa: E402
 from isobit.model.drafting import propose_mtp  # noqa: E402
 from isobit.model.load import load_model  # noqa: E402
 from isobit.model.plan import Plan, Segment  # noqa: E402
@@ -355,3 +355,82 @@ def test_a_forward_that_there_is_no_memory_to_capture_runs_step_by_step():
     assert passes._graphs.released == 2
     assert [run(token) for token in range(3)] == [1, 2, 3]
     assert befores == [0, 1, 2, 0]
+
+
+class ShortLaunches(RerunGraphs):
+    """Graphs that there is no memory to launch when `fails` is set; `released` counts how often all were given up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fails, self.released = False, 0
+
+    def capture(self, launch: Callable[[], Any]) -> tuple[Any, Any]:
+        rerun, outputs = super().capture(launch)
+
+        def replay() -> None:
+            if self.fails:
+                raise NotBegunError("CUDA error: out of memory")
+            rerun.replay()
+
+        return SimpleNamespace(replay=replay), outputs
+
+    def release(self) -> None:
+        self.released += 1
+
+
+def test_a_forward_that_there_is_no_memory_to_launch_runs_step_by_step_with_the_same_bytes(test_checkpoint, caplog):
+    model = load_model(Checkpoint(test_checkpoint), load_ops("cuda"), context=64)
+    graphs = ShortLaunches()
+    model.ops.passes = GraphPasses(graphs)
+    state = model.new_state(slots=1, pages=2)
+
+    def logits(short_at: int) -> list[bytes]:
+        stream, found = state.open(), []
+        for step in range(6):
+            graphs.fails = step == short_at
+            found.append(model.ops.to_host(model.forward(state, Plan((Segment(stream, (5 + step,)),)))).tobytes())
+        found.append(state.digest(stream))
+        state.close(stream)
+        return found
+
+    expected = logits(short_at=-1)
+    # The first row has none for the MTP head, the second is the first with one.
+    assert (graphs.replays, graphs.released) == (4, 0)
+    assert logits(short_at=3) == expected
+    assert caplog.messages == [
+        "no memory to launch a captured forward (CUDA error: out of memory): it runs step by step"
+    ]
+    # The one after the failure is the first of its shapes again.
+    assert (graphs.replays, graphs.released) == (4 + 3 + 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("short", "outcome"), [({1: 1}, "done"), ({1: 2}, "not begun"), ({2: 1}, "done"), ({2: 2}, "lost")]
+)
+def test_a_launch_is_tried_again_when_unused_memory_is_given_back(monkeypatch, short, outcome):
+    """short: how many launches of a graph, by its place, there is no memory for."""
+    done: list[Any] = []
+
+    class Graph:
+        def __init__(self, place: int):
+            self.place = place
+
+        def replay(self) -> None:
+            if short.get(self.place, 0):
+                short[self.place] -= 1
+                raise RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be reported elsewhere")
+            done.append(self.place)
+
+    short = dict(short)
+    monkeypatch.setattr(memory, "release", lambda: done.append("release"))
+    pieces = graphs_module.Pieces("pool")
+    pieces._graphs = [Graph(1), Graph(2)]
+    if outcome == "done":
+        pieces.replay()
+        assert [step for step in done if step != "release"] == [1, 2]
+    else:
+        expected = NotBegunError if outcome == "not begun" else RuntimeError
+        with pytest.raises(expected, match="out of memory"):
+            pieces.replay()
+        assert [step for step in done if step != "release"] == ([] if outcome == "not begun" else [1])
+    assert done.count("release") == 1

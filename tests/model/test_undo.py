@@ -101,13 +101,38 @@ def test_a_forward_that_fails_on_the_device_can_be_had_again(test_checkpoint):
         assert bench.result() == expected
 
 
+def test_a_replay_that_there_is_no_memory_for_runs_step_by_step(test_checkpoint, caplog):
+    model = load_model(Checkpoint(test_checkpoint), load_ops("cpu"), context=256)
+    bench = Bench(model, 5, (1, 1))
+    expected = bench.result()
+    with short_memory() as allocations:
+        bench.again()
+        total = bench.allocations_of(allocations)
+        assert 0 < total < 20
+        for number in range(1, total + 1):
+            caplog.clear()
+            allocations.count, allocations.fails = 0, only(number)
+            try:
+                assert bench.result() == expected
+                assert caplog.messages == ["no memory to replay a forward: it runs step by step"]
+            except MemoryError:
+                # What a forward is given is made before it begins.
+                assert not caplog.messages
+            else:
+                assert model.ops.passes.nbytes == 0
+                bench.again()
+            allocations.fails = never
+            assert bench.result() == expected
+            bench.again()
+
+
 def test_a_replay_that_fails_says_that_the_state_is_lost(test_checkpoint, monkeypatch):
     model = load_model(Checkpoint(test_checkpoint), load_ops("cpu"), context=256)
     bench = Bench(model, 5, (1, 1))
     bench.forward()
     bench.again()
 
-    def broken(tape, inputs):
+    def broken(tape, inputs, places):
         raise MemoryError("no room")
 
     monkeypatch.setattr("isobit.ops.replay.Tape.replay", broken)

@@ -13,7 +13,7 @@ import torch
 
 from isobit.cuda import memory
 from isobit.cuda.batch import place_at
-from isobit.errors import ran_out
+from isobit.errors import first_sentence, ran_out
 from isobit.ops.passes import (
     MOST_REPLAYED_ROWS,
     Before,
@@ -36,7 +36,11 @@ class Graph(Protocol):
     """What was launched once, to be launched again."""
 
     def replay(self) -> None:
-        """Launch it, on what its inputs hold by then."""
+        """Launch it, on what its inputs hold by then. NotBegunError where there is no memory to: nothing has run."""
+
+
+class NotBegunError(Exception):
+    """There was no memory to launch a graph; it has changed nothing."""
 
 
 class Graphs(Protocol):
@@ -154,9 +158,28 @@ class Pieces:
         return joined
 
     def replay(self) -> None:
-        """As `Graph.replay` says."""
-        for graph in self._graphs:
-            graph.replay()
+        """As `Graph.replay` says; where there is no memory for a later graph, its error."""
+        first, *others = self._graphs
+        try:
+            launch(first)
+        except Exception as error:
+            if ran_out(error):
+                raise NotBegunError(first_sentence(error)) from None
+            raise
+        for graph in others:
+            launch(graph)
+
+
+def launch(graph: torch.cuda.CUDAGraph) -> None:
+    """Launch a graph; where there is no memory for it, once more when what PyTorch keeps unused is given back."""
+    try:
+        graph.replay()
+        return
+    except Exception as error:
+        if not ran_out(error):
+            raise
+    memory.release()
+    graph.replay()
 
 
 @cache
@@ -197,10 +220,7 @@ class GraphPasses:
     def release(self) -> None:
         """Give up all graphs and their memory; forwards to come are captured anew."""
         with self._busy:
-            if self._captured:
-                self._graphs.release()
-            self._captured.clear()
-            self._seen.clear()
+            self._give_up()
 
     def _in_graph(self, key: Hashable, inputs: PassInputs, body: Body, before: Before) -> Any:
         """The outputs from a graph, which is captured the second time that its shapes come."""
@@ -216,9 +236,18 @@ class GraphPasses:
                 before()
                 return body(with_wide_pages(inputs))
         self._captured.move_to_end(full_key)
-        captured.inputs.fill(inputs)
-        captured.graph.replay()
-        return captured.outputs
+        if replayed(captured, inputs):
+            return captured.outputs
+        del captured
+        self._give_up()
+        before()
+        return body(with_wide_pages(inputs))
+
+    def _give_up(self) -> None:
+        if self._captured:
+            self._graphs.release()
+        self._captured.clear()
+        self._seen.clear()
 
     def _note(self, key: Hashable) -> None:
         """Remember shapes, and forget those that did not come again: a key holds a state alive."""
@@ -339,6 +368,17 @@ class Captured:
     graph: Graph
     inputs: StaticInputs
     outputs: Any
+
+
+def replayed(captured: Captured, inputs: PassInputs) -> bool:
+    """Whether a captured forward was launched for inputs of its shapes; where there was no memory to, nothing ran."""
+    captured.inputs.fill(inputs)
+    try:
+        captured.graph.replay()
+    except NotBegunError as error:
+        log.warning("no memory to launch a captured forward (%s): it runs step by step", error)
+        return False
+    return True
 
 
 def is_small(inputs: PassInputs) -> bool:

@@ -3,6 +3,7 @@
 Of a small forward's time, much goes into the ops' Python code; a tape goes from kernel to kernel.
 """
 
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -13,10 +14,12 @@ import numpy as np
 
 from isobit.ops import tape, threads
 from isobit.ops.batch import Batch
+from isobit.ops.buffers import empty
 from isobit.ops.passes import Before, Body, PassInputs, T, arrays_of, nothing, shapes, with_wide_pages, write_batch
 
 MOST_ROWS = 16  # of a forward that is replayed: more rows keep the kernels busy
 MOST_TAPES = 64
+log = logging.getLogger(__name__)
 
 
 class TapePasses:
@@ -54,8 +57,7 @@ class TapePasses:
     def release(self) -> None:
         """Give up all tapes and their memory; forwards to come are recorded anew."""
         with self._busy:
-            self._tapes.clear()
-            self.arena = tape.Arena()
+            self._give_up()
 
     def cut(self) -> None:
         """As `isobit.ops.passes.EagerPasses.cut` says: here nothing runs ahead."""
@@ -73,7 +75,18 @@ class TapePasses:
             before()
             return self._record(full_key, inputs, body)
         self._tapes.move_to_end(full_key)
-        return found.replay(inputs)
+        places = places_for(found.outputs)
+        if places is not None:
+            return found.replay(inputs, places)
+        log.warning("no memory to replay a forward: it runs step by step")
+        del found
+        self._give_up()
+        before()
+        return body(inputs)
+
+    def _give_up(self) -> None:
+        self._tapes.clear()
+        self.arena = tape.Arena()
 
     def _record(self, key: Hashable, inputs: PassInputs, body: Body) -> Any:
         static = StaticInputs(with_wide_pages(inputs))
@@ -83,7 +96,7 @@ class TapePasses:
             if len(self._tapes) == MOST_TAPES:
                 self._tapes.popitem(last=False)
             self._tapes[key] = Tape(recorder.calls, static, outputs)
-        return copied(outputs)
+        return copied(outputs, room_for(outputs))
 
 
 class StaticInputs:
@@ -109,17 +122,35 @@ class Tape:
     inputs: StaticInputs
     outputs: Any
 
-    def replay(self, inputs: PassInputs) -> Any:
-        """The outputs for other inputs of the same shapes."""
+    def replay(self, inputs: PassInputs, places: Any) -> Any:
+        """The outputs for other inputs of the same shapes, in `places`."""
         self.inputs.fill(inputs)
         for function, arguments in self.calls:
             function(*arguments)
-        return copied(self.outputs)
+        return copied(self.outputs, places)
 
 
-def copied(outputs: Any) -> Any:
-    """Copies of the arrays that a forward gives: one, or several."""
-    return outputs.copy() if isinstance(outputs, np.ndarray) else tuple(map(copied, outputs))
+def room_for(outputs: Any) -> Any:
+    """Arrays like those that a forward gives: one, or several."""
+    return empty(outputs.shape, outputs.dtype) if isinstance(outputs, np.ndarray) else tuple(map(room_for, outputs))
+
+
+def places_for(outputs: Any) -> Any:
+    """`room_for` what a forward gives, or None where there is no memory for it."""
+    try:
+        return room_for(outputs)
+    except MemoryError:
+        return None
+
+
+def copied(outputs: Any, places: Any) -> Any:
+    """The places, which hold what the outputs hold now."""
+    if isinstance(outputs, np.ndarray):
+        np.copyto(places, outputs)
+    else:
+        for output, place in zip(outputs, places, strict=True):
+            copied(output, place)
+    return places
 
 
 def batch_of_own(batch: Batch) -> Batch:
