@@ -3,15 +3,19 @@
 import os
 import shutil
 import threading
+import time
 
 import numpy as np
 import pytest
 
+from isobit.checkpoint.reader import Checkpoint
 from isobit.engine.engine import Engine, EngineSettings
 from isobit.engine.lane import logits_hash, token_hash
 from isobit.engine.placement import Placement
 from isobit.engine.request import Finished, PromptProgress, Request, Sampling, TokenEvent
 from isobit.errors import IsobitError, QueueFullError, RequestError
+from isobit.model.load import load_model
+from isobit.ops import load_ops
 from tests.engine.listening import Listener, prompt, reply, wait_until
 
 
@@ -207,3 +211,39 @@ def test_kept_states_on_disk_are_of_no_use_once_the_checkpoint_was_edited(test_c
     os.utime(edited, ns=(edited.stat().st_atime_ns, edited.stat().st_mtime_ns + 1))
     assert rows_reused() == 0
     assert "of another checkpoint" in caplog.text
+
+
+@pytest.mark.parametrize("error", [None, MemoryError("no room")])
+def test_an_idle_engine_prepares_logprobs_once_and_serves_on(test_checkpoint, monkeypatch, error):
+    monkeypatch.setattr("isobit.engine.engine.IDLE_SECONDS", 0.05)
+    model = load_model(Checkpoint(test_checkpoint), load_ops("cpu"), context=64)
+    top_logprobs, calls, prepared = model.ops.top_logprobs, [], threading.Event()
+
+    def counted(logits, count):
+        calls.append((logits.shape, threading.current_thread().name))
+        prepared.set()
+        if error is not None and len(calls) == 1:
+            raise error
+        return top_logprobs(logits, count)
+
+    model.ops.top_logprobs = counted
+    engine = Engine(test_checkpoint, EngineSettings(context=64, device="cpu"), model=model)
+    try:
+        assert prepared.wait(10)
+        finished, _ = reply(engine, Request((1, 2, 3), 2, Sampling(seed=1)))
+        assert finished.error is None
+        time.sleep(0.2)
+        assert calls == [((1, engine.config.vocab_size), "isobit-engine")]
+        assert reply(engine, Request((1, 2, 3), 2, Sampling(seed=1), logprobs=1))[0].tokens == finished.tokens
+        assert len(calls) == 3
+    finally:
+        engine.close()
+
+
+def test_an_engine_that_gets_work_at_once_prepares_nothing_before(test_checkpoint, monkeypatch):
+    monkeypatch.setattr("isobit.engine.engine.IDLE_SECONDS", 60.0)
+    model = load_model(Checkpoint(test_checkpoint), load_ops("cpu"), context=64)
+    model.ops.top_logprobs = lambda logits, count: pytest.fail("prepared")
+    engine = Engine(test_checkpoint, EngineSettings(context=64, device="cpu"), model=model)
+    assert reply(engine, Request((1, 2, 3), 2))[0].error is None
+    engine.close()

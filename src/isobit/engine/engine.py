@@ -25,7 +25,7 @@ from isobit.engine.settings import EngineSettings
 from isobit.engine.shortage import OUT_OF_MEMORY
 from isobit.engine.spill import SpillStore
 from isobit.engine.spill_writer import QUEUE_BYTES
-from isobit.errors import IsobitError, QueueFullError, RequestError, counted, ran_out
+from isobit.errors import IsobitError, QueueFullError, RequestError, counted, first_sentence, ran_out
 from isobit.model.flash_next import FlashNext
 from isobit.model.load import Progress
 from isobit.model.state import StatePool
@@ -33,6 +33,7 @@ from isobit.ops import environment, set_threads
 
 __all__ = ["Engine", "EngineSettings", "EngineStatus"]
 
+IDLE_SECONDS = 1.0  # without work, after which the first request is not soon expected
 SPILL_QUEUE_PART = 4  # at most one part in so many of the prompt cache's memory holds states that wait for the disk
 
 log = logging.getLogger(__name__)
@@ -100,7 +101,7 @@ class Engine:
         self.segment_rows, _ = self.rounds.fit(segment_rows)
         self._waiting: deque[Ticket] = deque()
         self._work = threading.Condition()
-        self._closing = False
+        self._closing = self._prepared = False
         self._worker = threading.Thread(target=self._serve, name="isobit-engine", daemon=True)
         self._worker.start()
 
@@ -157,12 +158,7 @@ class Engine:
     def _serve(self) -> None:
         environment.set_default()
         rounds = self.rounds
-        while True:
-            with self._work:
-                while not (self._waiting or rounds.lanes or self._closing):
-                    self._work.wait()
-                if self._closing and not self._waiting and not rounds.lanes:
-                    break
+        while self._await_work():
             try:
                 self._admit()
                 if self._closing:
@@ -171,6 +167,28 @@ class Engine:
             except Exception as error:
                 rounds.abandon(error)
         rounds.cache.close()
+
+    def _await_work(self) -> bool:
+        """Wait until there is something to do; whether there is. Time that nobody needs goes into what comes seldom."""
+        with self._work:
+            idle = not self._work.wait_for(self._has_work, None if self._prepared else IDLE_SECONDS)
+        if idle:
+            self._prepare_seldom()
+        with self._work:
+            self._work.wait_for(self._has_work)
+            return bool(self._waiting or self.rounds.lanes)
+
+    def _has_work(self) -> bool:
+        return bool(self._waiting or self.rounds.lanes or self._closing)
+
+    def _prepare_seldom(self) -> None:
+        """Have compiled what most requests do without: otherwise all lanes would wait for it in a round."""
+        self._prepared = True
+        ops = self.model.ops
+        try:
+            ops.top_logprobs(ops.zeros((1, self.config.vocab_size), "float32"), 1)
+        except Exception as error:
+            log.info("logprobs are prepared when they are asked for (%s)", first_sentence(error))
 
     def _admit(self) -> None:
         """Drop the waiting requests that were cancelled; start the others in order, as far as lanes and pages go."""

@@ -269,7 +269,10 @@ class Rounds:
         lane, taken, failed = turn.lane, 0, None
         for place, drafted in enumerate([*turn.draft.tokens, None], row):
             if not samples.finite[place]:
-                failed = f"a logit at position {turn.draws[taken].position} is not finite"
+                failed = (
+                    f"a logit at position {turn.draws[taken].position} is not finite: values of this checkpoint "
+                    "overflow, or a row of its n-gram table is damaged; download or convert it again"
+                )
                 break
             token = int(samples.tokens[place])
             self._take_token(lane, logits, place, token, float(samples.logprob[place]))
