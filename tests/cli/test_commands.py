@@ -111,6 +111,15 @@ def test_generate_names_the_seed_that_it_drew(test_checkpoint, capsys):
     assert capsys.readouterr().err == ""
 
 
+def test_a_warning_is_told_once_as_all_else_is(test_checkpoint, capsys):
+    for _ in range(2):
+        arguments = ["hi", "--max-tokens", "1", "--seed", "1", "--device", "cpu", "--memory-gib", "60000"]
+        assert run(["generate", str(test_checkpoint), *arguments]) == 0
+        said = capsys.readouterr().err
+        assert said.startswith("isobit: --memory-gib is 60000.00 GiB, but the machine has ")
+        assert said.count("\n") == 1
+
+
 def test_a_prompt_that_is_too_long_is_told_what_generate_can_do_about_it(test_checkpoint, capsys):
     assert run(["generate", str(test_checkpoint), "x" * 30, "--raw", "--context", "20"]) == 2
     said = capsys.readouterr().err

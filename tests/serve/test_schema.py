@@ -119,6 +119,26 @@ def test_a_wrong_value_names_its_field(fields):
 
 
 @pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"max_tokens": 0}, "field 'max_tokens': expected 1 or more, got 0"),
+        ({"max_tokens": 10**9}, "field 'max_tokens': expected 1,048,576 or less, got 1000000000"),
+        ({"max_tokens": 1.0}, "field 'max_tokens': expected a whole number, got 1.0"),
+        ({"temperature": 3}, "field 'temperature': expected 2 or less, got 3"),
+        ({"temperature": float("nan")}, "field 'temperature': expected 2 or less, got nan"),
+        ({"temperature": "hot"}, "field 'temperature': expected a number, got 'hot'"),
+        ({"stream": "yes"}, "field 'stream': expected true or false, got 'yes'"),
+        ({"prefill": "fast"}, "field 'prefill': expected 'deep', 'batched' or 'serial', got 'fast'"),
+        ({"messages": []}, "field 'messages': expected at least 1, got a list of 0"),
+        ({"messages": ["hi"]}, "field 'messages[0]': expected an object, got 'hi'"),
+        ({"messages": [{"role": "user", "refusal": "no"}]}, "field 'messages[0].refusal': expected null, got 'no'"),
+    ],
+)
+def test_a_wrong_value_is_told_in_words_for_people(fields, said):
+    assert str(refusal(**fields)) == said
+
+
+@pytest.mark.parametrize(
     ("message", "field"),
     [
         ({"role": "user", "content": 5}, "messages[0].content"),
@@ -188,18 +208,18 @@ def test_other_prompts_are_refused(prompt):
 @pytest.mark.parametrize(
     ("prompt", "said"),
     [
-        ([True, -1], "prompt[0] is true: expected a token id, a whole number of 0 or more"),
-        ([4, -1], "prompt[1] is -1: expected"),
-        ([[4, 5, None]], "prompt[2] is null: expected"),
-        ([0, 1.5], "prompt[1] is 1.5: expected"),
-        ([{}], "prompt[0] is an object: expected"),
-        ([2**40], "prompt[0] is 1099511627776: expected"),
+        ([True, -1], "field 'prompt[0]': expected a token id, a whole number of 0 or more, got true"),
+        ([4, -1], "field 'prompt[1]': expected a token id, a whole number of 0 or more, got -1"),
+        ([[4, 5, None]], "field 'prompt[2]': expected a token id, a whole number of 0 or more, got null"),
+        ([0, 1.5], "field 'prompt[1]': expected a token id, a whole number of 0 or more, got 1.5"),
+        ([{}], "field 'prompt[0]': expected a token id, a whole number of 0 or more, got an object"),
+        ([2**40], "field 'prompt[0]': expected a token id, a whole number of 0 or more, got 1099511627776"),
     ],
 )
 def test_what_is_no_token_id_is_told_with_its_place(prompt, said):
     with pytest.raises(ApiError) as refused:
         parse_completion({"prompt": prompt})
-    assert str(refused.value).startswith(said)
+    assert str(refused.value) == said
     assert (refused.value.status, refused.value.param, refused.value.code) == (400, "prompt", "invalid_value")
 
 

@@ -1,11 +1,12 @@
 """The `isobit` command: what all commands share, and where they are put together."""
 
 import io
+import logging
 import os
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import typer
 
@@ -65,6 +66,7 @@ app.add_typer(bench)
 def run(arguments: list[str] | None = None) -> int:
     """Run a command line and return the exit code: 2 after one line on stderr when the user has to mend something."""
     _mend_streams()
+    _print_warnings()
     try:
         with _ended_by_sigterm():
             code = app(arguments, prog_name="isobit", standalone_mode=False)
@@ -94,6 +96,20 @@ def _mend_streams() -> None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
+
+
+class WarningPrinter(logging.Handler):
+    """Prints what isobit logs as the CLI's other messages: on whatever standard error then is."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with suppress(OSError, ValueError):
+            print(f"isobit: {printable(self.format(record))}", file=sys.stderr, flush=True)
+
+
+def _print_warnings() -> None:
+    log = logging.getLogger(isobit.__name__)
+    if not any(isinstance(handler, WarningPrinter) for handler in log.handlers):
+        log.addHandler(WarningPrinter(logging.WARNING))
 
 
 @contextmanager

@@ -131,13 +131,13 @@ def synth(
         "predictable": predictable,
         "overrides": _overrides(num_experts=experts, indexer_budget=indexer_budget),
     }
-    if in_memory:
-        weights = write_recipe(folder, **options)
-        made = f"a recipe: {weights / 1e6:,.0f} MB of weights, made in memory when the folder is opened"
-    else:
-        with Bar("writing") as progress:
+    with Bar("writing") as progress:
+        if in_memory:
+            weights = write_recipe(folder, **options)
+            made = f"a recipe: {weights / 1e6:,.0f} MB of weights, made in memory when the folder is opened"
+        else:
             written = synthesize(folder, **options, progress=progress)
-        made = f"{sum(file.stat().st_size for file in written.iterdir()) / 1e6:,.0f} MB"
+            made = f"{sum(file.stat().st_size for file in written.iterdir()) / 1e6:,.0f} MB"
     typer.echo(f"Wrote {folder} ({made}). See what it holds: isobit inspect {folder}")
 
 

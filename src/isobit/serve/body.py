@@ -7,7 +7,7 @@ from fastapi import Request
 from pydantic_core import from_json
 from starlette.requests import ClientDisconnect
 
-from isobit.serve.errors import CLIENT_CLOSED, ApiError
+from isobit.serve.errors import CLIENT_CLOSED, ApiError, short
 
 DISCARD_SECONDS = 10.0
 DISCARD_BYTES = 1 << 30
@@ -28,7 +28,7 @@ async def read_json(request: Request, limit: int) -> dict[str, Any]:
     except ValueError as error:
         raise ApiError(400, f"the body is not valid JSON: {error}") from None
     if not isinstance(value, dict):
-        raise ApiError(400, f"the body must be a JSON object, got {type(value).__name__}")
+        raise ApiError(400, f"the body must be a JSON object, got {short(value)}")
     return value
 
 

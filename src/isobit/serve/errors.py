@@ -5,11 +5,31 @@ from typing import Any
 
 from fastapi.responses import JSONResponse
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 INVALID = "invalid_request_error"
 SERVER = "server_error"
 CLIENT_CLOSED = 499  # the status of an answer that nobody is left to read
 SHOWN = 60  # characters of a request's names and values that a message repeats
+
+
+# What pydantic's kinds of problems expect, in words; their context fills the braces.
+EXPECTED = {
+    "bool_type": "true or false",
+    "dict_type": "an object",
+    "finite_number": "a finite number",
+    "float_type": "a number",
+    "greater_than_equal": "{ge:,} or more",
+    "int_from_float": "a whole number",
+    "int_type": "a whole number",
+    "less_than_equal": "{le:,} or less",
+    "list_type": "a list",
+    "literal_error": "{expected}",
+    "model_type": "an object",
+    "none_required": "null",
+    "string_type": "a string",
+    "too_short": "at least {min_length}",
+}
 
 
 class ApiError(Exception):
@@ -41,18 +61,31 @@ class ApiError(Exception):
 
 def from_validation(error: ValidationError) -> ApiError:
     """A 400 that names the first field at fault, in one line."""
-    problems = error.errors(include_url=False, include_context=False)
+    problems = error.errors(include_url=False)
     first = problems[0]
     field = _path(first["loc"])[:SHOWN]
     if first["type"] == "extra_forbidden":
         return ApiError(400, f"unknown field {field!r}: remove it", field, "unknown_parameter")
     if first["type"] == "missing":
         return ApiError(400, f"field {field!r} is missing", field, "missing_required_parameter")
-    expected = first["msg"].removeprefix("Value error, ")
-    expected = expected[:1].lower() + expected[1:]
+    expected = _expected(first)
     more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
     where = f"field {field!r}: " if field else ""
     return ApiError(400, f"{where}{expected}, got {short(first['input'])}{more}", field or None, "invalid_value")
+
+
+def _expected(problem: ErrorDetails) -> str:
+    """What a field should have been."""
+    if problem["type"] in EXPECTED:
+        return "expected " + EXPECTED[problem["type"]].format(
+            **{k: _whole(v) for k, v in problem.get("ctx", {}).items()}
+        )
+    said = problem["msg"].removeprefix("Value error, ")
+    return said[:1].lower() + said[1:]
+
+
+def _whole(value: Any) -> Any:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _path(location: tuple[int | str, ...]) -> str:

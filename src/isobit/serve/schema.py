@@ -107,7 +107,7 @@ def _prompt(value: Any) -> Any:
         raise ValueError("must be one text or one list of token ids (several prompts in one request are not supported)")
     for place, item in enumerate(value):
         if type(item) is not int or not 0 <= item <= MOST_TOKEN_ID:
-            message = f"prompt[{place}] is {short(item)}: expected a token id, a whole number of 0 or more"
+            message = f"field 'prompt[{place}]': expected a token id, a whole number of 0 or more, got {short(item)}"
             raise ApiError(400, message, "prompt", "invalid_value")
     return tuple(value)
 
