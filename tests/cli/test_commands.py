@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from isobit.cli.app import run
+from isobit.cli.app import BROKEN_PIPE, run
 from isobit.cli.common import COMPILING, printable
 from isobit.errors import IsobitError
 
@@ -245,9 +245,10 @@ def test_generate_without_a_seed_names_the_one_it_took(test_checkpoint, capsys):
 
 def test_a_reader_that_leaves_ends_generate_quietly(test_checkpoint):
     command = f"{sys.executable} -m isobit generate {test_checkpoint} hi --max-tokens 400 --ignore-eos | head -c 1"
-    done = subprocess.run(["bash", "-c", command], capture_output=True)
+    done = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True)
     assert len(done.stdout) == 1
     assert done.stderr == b""
+    assert done.returncode == BROKEN_PIPE
 
 
 def test_ctrl_c_ends_generate_with_130(test_checkpoint):

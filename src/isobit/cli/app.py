@@ -75,6 +75,11 @@ def run(arguments: list[str] | None = None) -> int:
     except BrokenPipeError:
         _discard_stdout()
         return BROKEN_PIPE
+    except SystemExit as leaving:
+        # Typer ends a command whose reader has left as one that failed.
+        if isinstance(leaving.__context__, BrokenPipeError):
+            return BROKEN_PIPE
+        raise
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
     except IsobitError as error:

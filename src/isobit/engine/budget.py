@@ -23,14 +23,18 @@ class Budget:
     cache_bytes: int
 
 
-def allot(model: FlashNext, limit: int, loaded: int, lanes: int | None, cache_bytes: int) -> Budget:
+def allot(
+    model: FlashNext, limit: int, loaded: int, lanes: int | None, cache_bytes: int, host_bytes: int = 0
+) -> Budget:
     """Divide `limit` bytes, of which the weights take `loaded`; lanes None = as many as fit, up to MOST_LANES.
+
+    cache_bytes: for the prompt cache. host_bytes: for the host tier below it, where it counts against the limit.
 
     Raises IsobitError with the numbers when one lane with the whole context does not fit.
     """
     page, slot = model.page_bytes(), model.slot_bytes()
     per_lane = slot + pages_for(model.context) * page
-    left = limit - loaded - cache_bytes
+    left = limit - loaded - cache_bytes - host_bytes
     one_row = model.workspace_bytes(1)
     if lanes is None:
         affordable = (left - model.workspace_bytes(SMALL_SEGMENT)) // per_lane
@@ -39,11 +43,14 @@ def allot(model: FlashNext, limit: int, loaded: int, lanes: int | None, cache_by
     pages = quotient(left - lanes * slot - model.workspace_bytes(lanes), page, most=all_pages)
     buffers = left - lanes * slot - pages * page
     if pages < pages_for(model.context) or buffers < one_row:
+        host_tier = f"its host tier {memory.gib(host_bytes)}, " if host_bytes else ""
+        keys = pages_for(model.context) * page
         raise IsobitError(
-            f"the memory limit is {memory.gib(limit)}, but process and weights take {memory.gib(loaded)}, the "
-            f"prompt cache {memory.gib(cache_bytes)}, {counted(lanes, 'lane')} {memory.gib(lanes * slot)}, the keys "
-            f"and values of {model.context} tokens {memory.gib(pages_for(model.context) * page)} and one row's buffers "
-            f"{memory.gib(one_row)}: raise --memory-gib or lower --context, --parallel or --prompt-cache-gib"
+            f"the memory limit is {memory.gib(limit)}, but process and weights take {memory.gib(loaded)}, the prompt "
+            f"cache {memory.gib(cache_bytes)}, {host_tier}{counted(lanes, 'lane')} {memory.gib(lanes * slot)}, the "
+            f"keys and values of {model.context} tokens {memory.gib(keys)} and one row's buffers "
+            f"{memory.gib(one_row)}: raise --memory-gib, free memory, or lower --context, --parallel"
+            f"{', --prompt-cache-gib or --host-cache-gib' if host_bytes else ' or --prompt-cache-gib'}"
         )
     drafted = quotient(buffers // 4, model.journal_bytes(1), most=lanes * DRAFTED_TOKENS)
     kept_pages = quotient(cache_bytes, page, most=0 if page == 0 else cache_bytes)

@@ -88,8 +88,8 @@ class Engine:
         loaded, limit = placement.loaded(), placement.limit(settings.memory_gib)
         cache_bytes = int(settings.prompt_cache_gib * memory.GIB)
         host_bytes = placement.host_cache_bytes(settings.host_cache_gib) if cache_bytes else 0
-        taken = loaded + placement.within_limit(host_bytes)
-        self.budget = allot(self.model, limit, taken, settings.parallel, cache_bytes)
+        counted_bytes = placement.within_limit(host_bytes)
+        self.budget = allot(self.model, limit, loaded, settings.parallel, cache_bytes, counted_bytes)
         state = new_state_within(self.model, self.budget, placement)
         spill = self._spill_store(cache_bytes)
         cache = PromptCache(state, cache_bytes - (0 if spill is None else spill.queue_bytes), spill, host_bytes)
