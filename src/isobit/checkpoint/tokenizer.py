@@ -111,7 +111,10 @@ class Tokenizer:
         """
         template = self._templates.get("tool_use" if tools else "default") or self._templates.get("default")
         if template is None:
-            raise RequestError("this checkpoint has no chat template; send a plain prompt instead", "messages")
+            raise RequestError(
+                "this checkpoint has no chat template; send a plain prompt (--raw, /v1/completions)",
+                "messages",
+            )
         variables = {
             **self._named_tokens,
             **kwargs,
