@@ -36,7 +36,7 @@ MOST_TURNS = 8  # warps that share a column of tiles
 TURNS_OF_MANY = 4  # the same of more than 16 rows
 ROTATED_BYTES = 64 << 10  # of rotated inputs that a block makes at most
 COPIED_BYTES = 96 << 10  # that it copies at most, rather than reading them for every column
-RESIDENT_WARPS = {1: 24, 2: 24, 4: 8, 8: 8}  # of a multiprocessor, by the tiles of 8 rows, as in few_rows.cu
+RESIDENT_WARPS = {1: 24, 2: 24, 4: 12, 8: 8}  # of a multiprocessor, by the tiles of 8 rows, as in few_rows.cu
 BLOCK_COLUMNS = BLOCK // TILE
 MOST_GROUPED = 4  # layers of one launch, as in few_rows.cu and few_rows_plain.cu
 WIDE_COLUMNS = 16  # of tiles for each multiprocessor, from which on every warp has its own
@@ -287,7 +287,8 @@ class FewRowsCost:
     apart: int = 4960  # cycles of a layer's rotation by a kernel of its own
     decoded: int = 560  # cycles of a chunk's decoding
     carried: int = 350  # cycles of a chunk's products and of handing the chain over
-    carried_tile: int = 100  # more cycles for every 8 rows more
+    carried_tile: int = 100  # more cycles for 8 rows more
+    carried_beside: int = 50  # the same of more than 16 rows, whose products do not wait for each other
     met: int = 2880  # cycles until a counter says that other blocks' sums are there, and they are
     passed: int = 1500  # the same of sums that say so themselves
     late: int = 2700  # cycles of a block that cannot begin while the kernel before still runs
@@ -321,7 +322,7 @@ def least_cost_shape(
 def possible_shapes(shards: int, chunks: int, rows: int) -> list[FewRowsShape]:
     """All that a block can be; none has more turns than the shortest shard has chunks."""
     resident, most_turns = RESIDENT_WARPS[tiles_of(rows)], max(1, min(MOST_TURNS, chunks // shards))
-    all_turns = range(1, most_turns + 1) if tiles_of(rows) <= 2 else (min(TURNS_OF_MANY, most_turns),)
+    all_turns = range(1, (most_turns if tiles_of(rows) <= 2 else min(TURNS_OF_MANY, most_turns)) + 1)
     fits = operand_bytes(shards, chunks, rows) <= ROTATED_BYTES
     return [
         FewRowsShape(columns, turns, fused)
@@ -358,7 +359,7 @@ def few_rows_cycles(
     fullest = -(-blocks // processors)
     rounds = ceil(fullest / (RESIDENT_WARPS[tiles_of(rows)] // warps))
     issued = warps * cost.begin + shape.columns * own_chunks * (cost.chunk + more_tiles * cost.tile)
-    carried = cost.carried + more_tiles * cost.carried_tile
+    carried = cost.carried + more_tiles * (cost.carried_tile if more_tiles <= 1 else cost.carried_beside)
     waited = own_chunks * max(carried, (cost.decoded + carried) / shape.turns)
     apart = 0 if shape.fused else len(tile_columns) * cost.apart
     between = late_share(warps, blocks, rows, processors) * cost.late

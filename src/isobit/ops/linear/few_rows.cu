@@ -24,13 +24,15 @@
 #define SHARED_OPERAND 1
 #endif
 
-constexpr int MOST_WARPS = ROW_TILES <= 2 ? 24 : 8;
+constexpr int MOST_WARPS = ROW_TILES <= 2 ? 24 : ROW_TILES == 4 ? 12 : 8;
 constexpr int MOST_LAYERS = 4;
 constexpr int LONG_SHARDS = 4;
 constexpr int BLOCK_COLUMNS = ROTATION / TILE;
 constexpr int MOST_MET = (MOST_WARPS + BLOCK_COLUMNS - 2) / BLOCK_COLUMNS + 1;  // blocks of outputs that columns meet
 constexpr int CHUNK_TILES = 8;  // a turn: 128 inputs
-constexpr int EARLY = ROW_TILES == 1 ? 4 : 1;  // quarters of inputs loaded before a turn
+constexpr int EARLY = ROW_TILES == 2 ? 1 : 4;  // quarters of inputs loaded before a turn
+constexpr int SIDE_BY_SIDE = ROW_TILES <= 2 ? 1 : ROW_TILES;  // tiles of rows whose products do not wait for each other
+constexpr int FINISHED_ROWS = ROW_TILES <= 2 ? 1 : 4;  // that a warp rotates out together
 constexpr bool FROM_SHARED = FUSED || SHARED_OPERAND;
 constexpr int STAGES = TWICE_BITS <= 8 ? 3 : 2;
 constexpr int CHUNK_WORDS = CHUNK_TILES * tile_words(TWICE_BITS), CHUNK_BYTES = 4 * CHUNK_WORDS;
@@ -126,11 +128,21 @@ DEVICE void carry(float chains[ROW_TILES][4], const unsigned fragments[CHUNK_TIL
 #pragma unroll
     for (int quarter = 0; quarter < CHUNK_TILES / 2; quarter++) {
 #pragma unroll
-        for (int tile = 0; tile < ROW_TILES; tile++) {
-            const uint4 pairs = quarter < EARLY ? early[quarter][tile] : operand.at(quarter, tile);
-            const unsigned even[2] = {pairs.x, pairs.y}, odd[2] = {pairs.z, pairs.w};
-            mma_16x8x16(chains[tile], fragments[2 * quarter], even);
-            mma_16x8x16(chains[tile], fragments[2 * quarter + 1], odd);
+        for (int first = 0; first < ROW_TILES; first += SIDE_BY_SIDE) {
+            uint4 pairs[SIDE_BY_SIDE];
+#pragma unroll
+            for (int i = 0; i < SIDE_BY_SIDE; i++)
+                pairs[i] = quarter < EARLY ? early[quarter][first + i] : operand.at(quarter, first + i);
+#pragma unroll
+            for (int i = 0; i < SIDE_BY_SIDE; i++) {
+                const unsigned even[2] = {pairs[i].x, pairs[i].y};
+                mma_16x8x16(chains[first + i], fragments[2 * quarter], even);
+            }
+#pragma unroll
+            for (int i = 0; i < SIDE_BY_SIDE; i++) {
+                const unsigned odd[2] = {pairs[i].z, pairs[i].w};
+                mma_16x8x16(chains[first + i], fragments[2 * quarter + 1], odd);
+            }
         }
     }
 }
@@ -190,12 +202,10 @@ DEVICE void finish_blocks(const Sums& sums, const Finish& finish, int* counters,
         last[lane] = completes(counters + block, end - begin, BLOCK_COLUMNS * shards);
     }
     __syncthreads();
-    for (int unit = warp; unit < met * sums.rows; unit += warps) {
-        const int own = unit / sums.rows, row = unit - own * sums.rows, block = first_block + own;
-        if (!last[own]) continue;
-        float v[4];
-        totals_of(sums, row, block * ROTATION + 4 * lane, v);
-        finish_block(finish, row, block, v, lane);
+    const int groups = (sums.rows + FINISHED_ROWS - 1) / FINISHED_ROWS;
+    for (int unit = warp; unit < met * groups; unit += warps) {
+        const int own = unit / groups, group = unit - own * groups;
+        if (last[own]) finish_rows<FINISHED_ROWS>(sums, finish, FINISHED_ROWS * group, first_block + own, lane);
     }
 }
 

@@ -25,6 +25,8 @@
 constexpr int MOST_WARPS = ROW_TILES == 1 ? 32 : 28;
 constexpr int GROUP_TILES = 8;  // 128 inputs
 constexpr int STAGES = 2;
+constexpr int COPIED = OPERAND_ROWS == 1 ? 1 : 4;  // pieces of the operand that a thread copies together
+constexpr int FINISHED_ROWS = OPERAND_ROWS == 1 ? 1 : 4;  // that a warp rotates out together
 constexpr int WORDS = tile_words(TWICE_BITS);
 constexpr int CHUNK_BYTES = CHUNK_TILES * WORDS * 4;  // tiles one below the other
 constexpr int PIECES = CHUNK_TILES * TWICE_BITS;  // of 16 bytes
@@ -137,11 +139,7 @@ DEVICE void finish_column(const Sums& sums, const Finish& finish, int* counters,
     if (!shuffle(last, 0)) return;
     __syncwarp();
 #pragma unroll 1
-    for (int row = 0; row < sums.rows; row++) {
-        float v[4];
-        totals_of(sums, row, block * ROTATION + 4 * lane, v);
-        finish_block(finish, row, block, v, lane);
-    }
+    for (int row = 0; row < sums.rows; row += FINISHED_ROWS) finish_rows<FINISHED_ROWS>(sums, finish, row, block, lane);
 }
 
 // Carry the chains over two tiles, the PAIR-th of a group.
@@ -162,11 +160,23 @@ DEVICE void carry_two(float chains[ROW_TILES][4], const LaneWords<TWICE_BITS>& w
     }
 }
 
-// Copy rotate_few's array to shared memory, OPERAND_ROWS rows apart; rows past the last repeat it.
+// Copy rotate_few's array to shared memory, OPERAND_ROWS rows apart; rows past the last repeat it. Plain loads, several
+// on their way together: copies in groups would be waited for with all of the weights before them.
 DEVICE void copy_operand(uint4* own, const uint4* operand, int pieces, int rows) {
-    for (int i = threadIdx.x; i < pieces * OPERAND_ROWS; i += blockDim.x) {
-        const int row = smaller(i / 4 % OPERAND_ROWS, rows - 1);
-        own[i] = operand[(i / (4 * OPERAND_ROWS) * rows + row) * 4 + i % 4];
+    const int count = pieces * OPERAND_ROWS;
+    for (int first = threadIdx.x; first < count; first += COPIED * blockDim.x) {
+        uint4 next[COPIED];
+#pragma unroll
+        for (int n = 0; n < COPIED; n++) {
+            const int i = smaller(first + n * static_cast<int>(blockDim.x), count - 1);
+            const int row = smaller(i / 4 % OPERAND_ROWS, rows - 1);
+            next[n] = operand[(i / (4 * OPERAND_ROWS) * rows + row) * 4 + i % 4];
+        }
+#pragma unroll
+        for (int n = 0; n < COPIED; n++) {
+            const int i = first + n * static_cast<int>(blockDim.x);
+            if (i < count) own[i] = next[n];
+        }
     }
 }
 
