@@ -25,7 +25,7 @@
 constexpr int MOST_WARPS = ROW_TILES == 1 ? 32 : 28;
 constexpr int GROUP_TILES = 8;  // 128 inputs
 constexpr int STAGES = 2;
-constexpr int COPIED = OPERAND_ROWS == 1 ? 1 : 4;  // pieces of the operand that a thread copies together
+constexpr int COPIED = (OPERAND_ROWS + 1) / 2;  // pieces of the operand that a thread copies together
 constexpr int FINISHED_ROWS = OPERAND_ROWS == 1 ? 1 : 4;  // that a warp rotates out together
 constexpr int WORDS = tile_words(TWICE_BITS);
 constexpr int CHUNK_BYTES = CHUNK_TILES * WORDS * 4;  // tiles one below the other
