@@ -43,7 +43,7 @@ SWEPT = (
 )  # name, inputs, outputs of the layers of one launch, bits
 SWEPT_TURNS = {1: (4, 8), 2: (3, 4, 8), 3: (3, 4, 8), 4: (3, 4, 6), 5: (2, 3, 4), 6: (2, 3, 4), 8: (2, 3), 12: (2,)}
 SWEPT_APART = ((3, 4), (5, 4), (6, 2), (6, 4), (8, 2), (8, 3))
-SWEPT_OF_MANY = ((1, 4), (2, 2), (2, 4), (3, 2), (3, 4), (4, 2), (5, 1), (6, 1), (6, 2), (8, 1))  # of more than 16 rows
+SWEPT_OF_MANY = ((1, 4), (1, 8), (2, 4), (3, 2), (3, 4), (4, 2), (5, 2), (6, 1), (6, 2), (8, 1))  # of more than 16 rows
 SWEPT_ROWS = (1, 4)
 SWEPT_MORE_ROWS = {
     ("in_qkv", 4): (64,),

@@ -156,7 +156,7 @@ def test_the_shape_of_a_block_changes_nothing(turns, columns, fused, monkeypatch
     assert on_host(x, handle).tobytes() == expected.tobytes()
 
 
-SHAPES_OF_MANY = [(17, 2, 6), (29, 1, 5), (33, 1, 8), (40, 4, 2), (64, 3, 1)]
+SHAPES_OF_MANY = [(17, 2, 6), (29, 1, 5), (33, 1, 8), (40, 4, 3), (64, 5, 2)]
 
 
 @pytest.mark.parametrize("name", ["several turns", "4 shards"])

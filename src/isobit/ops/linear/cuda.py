@@ -33,10 +33,10 @@ WARP_ROWS = 4  # of many, that a warp rotates
 ROW_THREADS = 256
 OCTETS = ROW_THREADS // 8  # rows' blocks of 128 that a thread block rotates at a time
 MOST_TURNS = 8  # warps that share a column of tiles
-TURNS_OF_MANY = 4  # the same of more than 16 rows
+FINISHED_ROWS = 4  # of more than 16, that a warp rotates out together, as in few_rows.cu
 ROTATED_BYTES = 64 << 10  # of rotated inputs that a block makes at most
 COPIED_BYTES = 96 << 10  # that it copies at most, rather than reading them for every column
-RESIDENT_WARPS = {1: 24, 2: 24, 4: 12, 8: 8}  # of a multiprocessor, by the tiles of 8 rows, as in few_rows.cu
+RESIDENT_WARPS = {1: 24, 2: 24, 4: 12, 8: 12}  # of a multiprocessor, by the tiles of 8 rows, as in few_rows.cu
 BLOCK_COLUMNS = BLOCK // TILE
 MOST_GROUPED = 4  # layers of one launch, as in few_rows.cu and few_rows_plain.cu
 WIDE_COLUMNS = 16  # of tiles for each multiprocessor, from which on every warp has its own
@@ -238,10 +238,10 @@ def wide_trellis_rows(x: torch.Tensor, handle: TrellisLayer, y: torch.Tensor, pr
 
 
 def rotated_operand(x: torch.Tensor, handle: TrellisLayer) -> torch.Tensor:
-    """The rotated inputs of up to 64 rows in the order of the product's operand."""
+    """The rotated inputs of up to 64 rows in the order of the product's operand, and room to read whole tiles of 8."""
     rows, width = x.shape
-    blocks = handle.input_blocks
-    operand = memory.empty((handle.stored_inputs // WARP, rows, WARP), torch.float16)
+    blocks, read_more = handle.input_blocks, 8 * tiles_of(rows) - rows
+    operand = memory.empty((handle.stored_inputs // WARP * rows + read_more, WARP), torch.float16)
     rotate = kernels.load("ops/linear/inputs.cu", "rotate_few")
     grid, arrays = -(-blocks * rows // OCTETS), (x, Constant(handle.suh), operand)
     rotate(grid, ROW_THREADS, *arrays, rows, width, blocks, is_whole(x), early=True)
@@ -291,6 +291,7 @@ class FewRowsCost:
     carried_beside: int = 50  # the same of more than 16 rows, whose products do not wait for each other
     met: int = 2880  # cycles until a counter says that other blocks' sums are there, and they are
     passed: int = 1500  # the same of sums that say so themselves
+    finished: int = 1200  # cycles until a warp has rotated out a block of four rows of more than 16
     late: int = 2700  # cycles of a block that cannot begin while the kernel before still runs
     room: float = 1 / 3  # of a multiprocessor's warps, which a block of no more warps finds free meanwhile
     no_room: float = 5 / 6  # the same that are never free
@@ -322,11 +323,10 @@ def least_cost_shape(
 def possible_shapes(shards: int, chunks: int, rows: int) -> list[FewRowsShape]:
     """All that a block can be; none has more turns than the shortest shard has chunks."""
     resident, most_turns = RESIDENT_WARPS[tiles_of(rows)], max(1, min(MOST_TURNS, chunks // shards))
-    all_turns = range(1, (most_turns if tiles_of(rows) <= 2 else min(TURNS_OF_MANY, most_turns)) + 1)
     fits = operand_bytes(shards, chunks, rows) <= ROTATED_BYTES
     return [
         FewRowsShape(columns, turns, fused)
-        for turns in all_turns
+        for turns in range(1, most_turns + 1)
         for columns in range(1, resident // turns + 1)
         for fused in ((True, False) if fits else (False,))
     ]
@@ -370,6 +370,9 @@ def few_rows_cycles(
         between += rounds * cost.met
     elif shape.columns % BLOCK_COLUMNS:
         between += rounds * cost.passed
+    if more_tiles > 1:
+        own_blocks = -(-shape.columns // BLOCK_COLUMNS)
+        between += ceil(own_blocks * ceil(rows / FINISHED_ROWS) / warps) * cost.finished
     times_read = 2 if shape.fused else 1 if has_own_operand(shape, shards, chunks, rows) else shape.columns
     read = fullest * times_read * operand_bytes(shards, chunks, rows) / cost.read
     # Warps that wait leave their slots to others, but not at the beginning and at the end.

@@ -65,14 +65,15 @@ DEVICE float total_of(const Sums& sums, int row, int column) {
     return static_cast<float>(total);
 }
 
-// Four neighbouring outputs of COUNT rows from `first` on, all on their way together; rows past the last repeat it. The
-// column is a multiple of 4, as are the columns.
+// Four neighbouring outputs of COUNT rows from `first` on, on their way together; rows past the last repeat it. The column
+// is a multiple of 4, as are the columns.
 template <int COUNT>
 DEVICE void totals_of_rows(const Sums& sums, int first, int column, float v[COUNT][4]) {
     const int64 stride = static_cast<int64>(sums.rows) * sums.columns;
     const float* at[COUNT];
 #pragma unroll
-    for (int row = 0; row < COUNT; row++) at[row] = sums.values + first_sum(sums, row_of<COUNT>(sums, first, row), column);
+    for (int row = 0; row < COUNT; row++)
+        at[row] = sums.values + first_sum(sums, row_of<COUNT>(sums, first, row), column);
     if (sums.terms == 1) {
 #pragma unroll
         for (int row = 0; row < COUNT; row++) {
@@ -133,7 +134,7 @@ DEVICE void store_outputs(const Finish& finish, int row, int column, const float
         if (column + i < finish.outputs) out[i] = v[i];
 }
 
-// What is left of one row's block of 128 rotated sums; v, and scale, hold those of columns 4 * lane to 4 * lane + 3 of it.
+// Scale and store one row's block of 128 rotated sums; v, and scale, hold its columns 4 * lane to 4 * lane + 3.
 DEVICE void finish_rotated(const Finish& finish, int row, int block, float v[4], const float scale[4], int lane) {
     const int column = block * ROTATION + 4 * lane;
 #pragma unroll

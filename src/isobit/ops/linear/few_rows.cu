@@ -24,16 +24,17 @@
 #define SHARED_OPERAND 1
 #endif
 
-constexpr int MOST_WARPS = ROW_TILES <= 2 ? 24 : ROW_TILES == 4 ? 12 : 8;
+constexpr int MOST_WARPS = ROW_TILES <= 2 ? 24 : 12;
 constexpr int MOST_LAYERS = 4;
 constexpr int LONG_SHARDS = 4;
 constexpr int BLOCK_COLUMNS = ROTATION / TILE;
 constexpr int MOST_MET = (MOST_WARPS + BLOCK_COLUMNS - 2) / BLOCK_COLUMNS + 1;  // blocks of outputs that columns meet
 constexpr int CHUNK_TILES = 8;  // a turn: 128 inputs
-constexpr int EARLY = ROW_TILES == 2 ? 1 : 4;  // quarters of inputs loaded before a turn
+constexpr int EARLY = ROW_TILES == 2 ? 1 : ROW_TILES == 8 ? 2 : 4;  // quarters of inputs loaded before a turn
 constexpr int SIDE_BY_SIDE = ROW_TILES <= 2 ? 1 : ROW_TILES;  // tiles of rows whose products do not wait for each other
 constexpr int FINISHED_ROWS = ROW_TILES <= 2 ? 1 : 4;  // that a warp rotates out together
 constexpr bool FROM_SHARED = FUSED || SHARED_OPERAND;
+constexpr bool PAST_THE_LAST = !FROM_SHARED && ROW_TILES > 2;  // whole tiles of rows are read, whatever lies there
 constexpr int STAGES = TWICE_BITS <= 8 ? 3 : 2;
 constexpr int CHUNK_WORDS = CHUNK_TILES * tile_words(TWICE_BITS), CHUNK_BYTES = 4 * CHUNK_WORDS;
 constexpr int PIECES = CHUNK_WORDS / 4;  // of 16 bytes
@@ -105,9 +106,9 @@ struct Operand {
     unsigned places[ROW_TILES];
 
     __device__ __forceinline__ uint4 at(int quarter, int tile) const {
-        const unsigned place = places[tile] + quarter * stride;
+        const unsigned place = places[PAST_THE_LAST ? 0 : tile] + quarter * stride;
         if constexpr (FROM_SHARED) return four_at<0>(place);
-        return *reinterpret_cast<const uint4*>(inputs + place);
+        return reinterpret_cast<const uint4*>(inputs + place)[PAST_THE_LAST ? WARP * tile : 0];
     }
     __device__ __forceinline__ void skip(unsigned bytes) {
 #pragma unroll
@@ -156,10 +157,11 @@ DEVICE void fetch_scales(const half_bits* input_scales, int first_input, int inp
     if (at < outputs) fetch_line(output_scales + first_output + at);
 }
 
-// One layer of a launch. x: float [rows, inputs], or, where not FUSED, what rotate_few made of it. values: float
-// [shards, rows, 16 * columns], written and read here, with counters: zeros, one a block of 128 outputs. No values: only
-// of one shard; sums go from block to block by way of passed: zeros [rows or more, 16 * columns], of which blocks of
-// whole 128 outputs use none. first_block: of the launch's, which are its layers' in turn.
+// One layer of a launch. x: float [rows, inputs], or, where not FUSED, what rotate_few made of it, with room behind it
+// for the rows that whole tiles have more. values: float [shards, rows, 16 * columns], written and read here, with
+// counters: zeros, one a block of 128 outputs. No values: only of one shard; sums go from block to block by way of
+// passed: zeros [rows or more, 16 * columns], of which blocks of whole 128 outputs use none. first_block: of the
+// launch's, which are its layers' in turn.
 struct Layer {
     const uint4* trellis;
     const half_bits* input_scales;
