@@ -172,6 +172,17 @@ def test_the_shape_of_a_block_of_many_rows_changes_nothing(name, rows, turns, co
         assert on_host(x, handle).tobytes() == expected.tobytes()
 
 
+@pytest.mark.parametrize("rows", [17, 35])
+def test_what_lies_behind_the_last_row_changes_nothing(rows, monkeypatch):
+    x, weights = rows_of("several turns", rows)
+    handle = cuda.prepare_linear(weights)
+    expected = on_host(x, handle, cuda.MANY_ROWS)
+    empty = memory.empty
+    monkeypatch.setattr(memory, "empty", lambda *sizes: empty(*sizes).fill_(float("nan")))
+    monkeypatch.setattr(cuda, "few_rows_shape", lambda *sizes: cuda.FewRowsShape(3, 2, False))
+    assert on_host(x, handle).tobytes() == expected.tobytes()
+
+
 @pytest.mark.parametrize(("rows", "columns", "fused"), [(11, 8, True), (1, 5, True), (1, 3, False), (4, 1, True)])
 def test_layers_of_one_launch_have_the_bytes_of_each_alone(rows, columns, fused, monkeypatch):
     rng = np.random.default_rng(7)

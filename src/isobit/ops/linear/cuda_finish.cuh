@@ -65,8 +65,8 @@ DEVICE float total_of(const Sums& sums, int row, int column) {
     return static_cast<float>(total);
 }
 
-// Four neighbouring outputs of COUNT rows from `first` on, on their way together; rows past the last repeat it. The column
-// is a multiple of 4, as are the columns.
+// Four neighbouring outputs of COUNT rows from `first` on, on their way together; rows past the last repeat it. The
+// column is a multiple of 4, as are the columns.
 template <int COUNT>
 DEVICE void totals_of_rows(const Sums& sums, int first, int column, float v[COUNT][4]) {
     const int64 stride = static_cast<int64>(sums.rows) * sums.columns;
