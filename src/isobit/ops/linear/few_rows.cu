@@ -1,11 +1,13 @@
 // Trellis layers of one input for up to 64 rows: tiles decoded in registers, one chain an output and k-shard.
 //
 // Weights are the A operand (16 outputs), rows the B operand (8 at a time). The warps of a column of tiles decode 128
-// inputs each, all at once, and take turns in carrying the chain over them, so that k ascends.
+// inputs each, all at once, and take turns in carrying the chain over them, so that k ascends. Where DECODED_AHEAD, each
+// warp decodes its second 128 inputs while the rows' inputs come and are rotated; they wait in shared memory.
 #include "device.cuh"
 #include "ops/linear/cuda_finish.cuh"
 #include "ops/linear/cuda_passed.cuh"
 #include "ops/linear/cuda_turns.cuh"
+#include "ops/linear/rotate_half_warp.cuh"
 #include "ops/linear/rotate_octet.cuh"
 #include "ops/linear/staged.cuh"
 #include "ops/linear/trellis.cuh"
@@ -17,11 +19,17 @@
 #ifndef ROW_TILES
 #define ROW_TILES 1
 #endif
+#ifndef ONE_ROW
+#define ONE_ROW 0
+#endif
 #ifndef FUSED
 #define FUSED 1
 #endif
 #ifndef SHARED_OPERAND
 #define SHARED_OPERAND 1
+#endif
+#ifndef DECODED_AHEAD
+#define DECODED_AHEAD 1
 #endif
 
 constexpr int MOST_WARPS = ROW_TILES <= 2 ? 24 : 12;
@@ -39,6 +47,9 @@ constexpr int STAGES = TWICE_BITS <= 8 ? 3 : 2;
 constexpr int CHUNK_WORDS = CHUNK_TILES * tile_words(TWICE_BITS), CHUNK_BYTES = 4 * CHUNK_WORDS;
 constexpr int PIECES = CHUNK_WORDS / 4;  // of 16 bytes
 constexpr int LANE_PIECES = (PIECES + WARP - 1) / WARP;
+constexpr int TILE_BYTES = 16 * WARP;  // decoded
+constexpr int AHEAD_BYTES = DECODED_AHEAD ? CHUNK_TILES * TILE_BYTES : 0;  // of a warp
+constexpr int COPY_GROUPS = FROM_SHARED && !FUSED ? 1 : 0;  // of asynchronous copies: the inputs
 
 // The chunks of one warp, staged ahead in a ring, and how a lane finds its words there. Positions in the trellis are in
 // pieces of 16 bytes.
@@ -88,6 +99,36 @@ struct ChunkRing {
         if constexpr (NUMBER + 1 < CHUNK_TILES) decode_from<NUMBER + 1>(fragments);
     }
 
+    // The PAIR-th two tiles, whose windows are read, and those after them. The next windows are read before these are
+    // written, since the compiler moves no read over a write.
+    template <int PAIR>
+    __device__ __forceinline__ void decode_pair(const Window<TWICE_BITS>& even, const Window<TWICE_BITS>& odd,
+                                                unsigned target) const {
+        constexpr bool goes_on = 2 * PAIR + 2 < CHUNK_TILES;
+        constexpr int next = goes_on ? 2 * PAIR + 2 : 0;
+        const Window<TWICE_BITS> next_even = words.template window<next>(stage, place.shift);
+        const Window<TWICE_BITS> next_odd = words.template window<next + 1>(stage, place.shift);
+        unsigned first[4], second[4];
+        decode_window<CODEBOOK>(even, first);
+        decode_window<CODEBOOK>(odd, second);
+        put_four<2 * PAIR * TILE_BYTES>(target, first);
+        put_four<(2 * PAIR + 1) * TILE_BYTES>(target, second);
+        if constexpr (goes_on) decode_pair<PAIR + 1>(next_even, next_odd, target);
+    }
+
+    // The next chunk to the lane's place in shared memory, where read_ahead finds it, and stage one chunk more. PENDING:
+    // groups of copies that may be on their way besides.
+    template <int PENDING>
+    __device__ __forceinline__ void decode_ahead(unsigned target, const uint4* trellis, bool more, int lane) {
+        copy_async_wait<STAGES - 1 + PENDING>();
+        __syncwarp();
+        const Window<TWICE_BITS> even = words.template window<0>(stage, place.shift);
+        const Window<TWICE_BITS> odd = words.template window<1>(stage, place.shift);
+        decode_pair<0>(even, odd, target);
+        __syncwarp();
+        advance(trellis, more, lane);
+    }
+
     // Decode the next chunk, and stage one chunk more.
     __device__ __forceinline__ void decode(unsigned fragments[CHUNK_TILES][4], const uint4* trellis, bool more,
                                            int lane) {
@@ -98,6 +139,14 @@ struct ChunkRing {
         advance(trellis, more, lane);
     }
 };
+
+template <int NUMBER = 0>
+DEVICE void read_ahead(unsigned fragments[CHUNK_TILES][4], unsigned from) {
+    const uint4 four = four_at<NUMBER * TILE_BYTES>(from);
+    fragments[NUMBER][0] = four.x, fragments[NUMBER][1] = four.y;
+    fragments[NUMBER][2] = four.z, fragments[NUMBER][3] = four.w;
+    if constexpr (NUMBER + 1 < CHUNK_TILES) read_ahead<NUMBER + 1>(fragments, from);
+}
 
 // A chunk's inputs of the rows: what the B operand of two tiles takes, `stride` bytes from one 32 inputs to the next.
 struct Operand {
@@ -238,11 +287,12 @@ DEVICE void finish_own_blocks(const float* chains, uint64* passed, const Finish&
 }
 
 // grid (blocks of all layers, shards), threads (32, turns, columns). The layers have `chunks` blocks of 128 inputs; the
-// rotated inputs of those that are not FUSED are copied first where SHARED_OPERAND.
+// rotated inputs of those that are not FUSED are copied first where SHARED_OPERAND. ONE_ROW: there is only one.
 extern "C" __global__ void __launch_bounds__(MOST_WARPS * WARP)
-few_rows(const __grid_constant__ Layers layers, int chunks, int rows, int inputs, int whole) {
+few_rows(const __grid_constant__ Layers layers, int chunks, int all_rows, int inputs, int whole) {
     DYNAMIC_SHARED(unsigned, shared);
     __shared__ uint64 barriers[MOST_WARPS];
+    const int rows = ONE_ROW ? 1 : all_rows;
     const int lane = remembered(threadIdx.x), turn = threadIdx.y, own_column = threadIdx.z;
     const int turns = blockDim.y, columns = blockDim.z, warp = own_column * turns + turn, warps = columns * turns;
     const int thread = warp * WARP + lane;
@@ -256,6 +306,10 @@ few_rows(const __grid_constant__ Layers layers, int chunks, int rows, int inputs
     const int last_chunk = first_chunk_of(shard + 1, shards, chunks);
 
     const unsigned* stages = shared + warp * STAGES * CHUNK_WORDS;
+    float4* handed = reinterpret_cast<float4*>(shared + warps * STAGES * CHUNK_WORDS);
+    unsigned* all_ahead = reinterpret_cast<unsigned*>(handed + columns * ROW_TILES * WARP);
+    uint4* own_inputs = reinterpret_cast<uint4*>(all_ahead + warps * AHEAD_BYTES / 4);
+    const unsigned own_ahead = offset_of(all_ahead + warp * AHEAD_BYTES / 4 + 4 * lane);
     const int own_first = first_chunk + turn;
     const bool real = column < tile_columns;
     unsigned fragments[CHUNK_TILES][4];
@@ -271,27 +325,51 @@ few_rows(const __grid_constant__ Layers layers, int chunks, int rows, int inputs
     }
 
     await_inputs();
-    float4* handed = reinterpret_cast<float4*>(shared + warps * STAGES * CHUNK_WORDS);
-    uint4* own_inputs = reinterpret_cast<uint4*>(handed + columns * ROW_TILES * WARP);
     const uint4* rotated = static_cast<const uint4*>(layer.x) + first_chunk * 16 * rows;
+    bool is_ahead = DECODED_AHEAD && real && own_first + turns < last_chunk;
 #if FUSED
     const int units = rows * (last_chunk - first_chunk);
     const float* x = static_cast<const float*>(layer.x);
     unsigned* pairs = reinterpret_cast<unsigned*>(own_inputs);
-    if (units <= 2 * warps)
-        rotate_few_units(pairs, x, layer.input_scales, first_chunk, units, rows, inputs, whole, warp, warps, lane);
-    else
-        rotate_units(pairs, x, layer.input_scales, first_chunk, 0, units, rows, inputs, whole, thread, warps * WARP);
 #elif SHARED_OPERAND
 #pragma unroll 4
-    for (int i = thread; i < (last_chunk - first_chunk) * 16 * rows; i += warps * WARP) own_inputs[i] = rotated[i];
+    for (int i = thread; i < (last_chunk - first_chunk) * 16 * rows; i += warps * WARP)
+        copy_async_16(own_inputs + i, rotated + i);
+    copy_async_commit();
 #endif
+    // Some warps decode while others wait for their inputs.
+#pragma unroll 1
+    for (int part = 0; part < 2; part++) {
+        if ((part ^ warp) & 1) {
+            if (is_ahead) {
+                ChunkRing ring(stages, tile_columns, column, own_first + (STAGES + 1) * turns, STAGES + 1, turns, lane);
+                const bool more = own_first + (STAGES + 1) * turns < last_chunk;
+                ring.decode_ahead<COPY_GROUPS>(own_ahead, trellis, more, lane);
+            }
+        } else {
+#if FUSED
+            if (units <= half_warp::UNITS * warps)
+                half_warp::rotate_units(pairs, x, layer.input_scales, first_chunk, units, rows, inputs, whole, warp, lane);
+            else
+                rotate_units(pairs, x, layer.input_scales, first_chunk, 0, units, rows, inputs, whole, thread,
+                             warps * WARP);
+#endif
+        }
+    }
+    if (COPY_GROUPS) copy_async_wait<1>();
+    // The chains begin at zero.
+    if (turn == 0) {
+        const float zeros[4] = {};
+#pragma unroll
+        for (int tile = 0; tile < ROW_TILES; tile++)
+            store_four(offset_of(handed + own_column * ROW_TILES * WARP + lane) + 16 * WARP * tile, zeros);
+    }
     __syncthreads();
     const bool passes = layer.values == nullptr;
     if (real) {
         // Made anew: the rotation has no registers for it.
-        const int own_lane = remembered(threadIdx.x);
-        ChunkRing ring(stages, tile_columns, column, own_first + (STAGES + 1) * turns, STAGES + 1, turns, own_lane);
+        const int own_lane = remembered(threadIdx.x), staged = STAGES + 1 + is_ahead;
+        ChunkRing ring(stages, tile_columns, column, own_first + staged * turns, staged, turns, own_lane);
         ring.remember();
         Operand operand = {reinterpret_cast<const unsigned char*>(rotated), 64u * rows};
 #pragma unroll
@@ -310,18 +388,13 @@ few_rows(const __grid_constant__ Layers layers, int chunks, int rows, int inputs
         for (;; chunk += turns, round++) {
             // From shared memory they come in time, and decoding has more registers.
             if (FROM_SHARED) load_early(early, operand);
+            // No one is awaited before the column's first turn.
+            wait_for_pass(own_barrier, round);
 #pragma unroll
-            for (int tile = 0; tile < ROW_TILES; tile++)
-#pragma unroll
-                for (int i = 0; i < 4; i++) chains[tile][i] = 0.0f;
-            if (chunk > first_chunk) {
-                wait_for_pass(own_barrier, round);
-#pragma unroll
-                for (int tile = 0; tile < ROW_TILES; tile++) {
-                    const uint4 c = four_at<0>(own_handed + 16 * WARP * tile);
-                    chains[tile][0] = float_of(c.x), chains[tile][1] = float_of(c.y);
-                    chains[tile][2] = float_of(c.z), chains[tile][3] = float_of(c.w);
-                }
+            for (int tile = 0; tile < ROW_TILES; tile++) {
+                const uint4 c = four_at<0>(own_handed + 16 * WARP * tile);
+                chains[tile][0] = float_of(c.x), chains[tile][1] = float_of(c.y);
+                chains[tile][2] = float_of(c.z), chains[tile][3] = float_of(c.w);
             }
             carry(chains, fragments, early, operand);
             operand.skip(turns * 4 * operand.stride);
@@ -331,7 +404,12 @@ few_rows(const __grid_constant__ Layers layers, int chunks, int rows, int inputs
             pass(next_barrier, own_lane);
             if (chunk + turns >= last_chunk) break;
             if (!FROM_SHARED) load_early(early, operand);
-            ring.decode(fragments, trellis, chunk + (STAGES + 1) * turns < last_chunk, own_lane);
+            if (DECODED_AHEAD && is_ahead) {
+                read_ahead(fragments, own_ahead);
+                is_ahead = false;
+            } else {
+                ring.decode(fragments, trellis, chunk + (STAGES + 1) * turns < last_chunk, own_lane);
+            }
         }
         if (chunk + 1 == last_chunk) {
             const int width = tile_columns * TILE;
