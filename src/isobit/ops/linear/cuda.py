@@ -35,7 +35,6 @@ OCTETS = ROW_THREADS // 8  # rows' blocks of 128 that a thread block rotates at 
 MOST_TURNS = 8  # warps that share a column of tiles
 FINISHED_ROWS = 4  # of more than 16, that a warp rotates out together, as in few_rows.cu
 ROTATED_BYTES = 64 << 10  # of rotated inputs that a block makes at most
-OWN_BYTES = 1 << 10  # at most, of a block's arrays of constant size
 COPIED_BYTES = 96 << 10  # that it copies at most, rather than reading them for every column
 RESIDENT_WARPS = {1: 24, 2: 24, 4: 12, 8: 12}  # of a multiprocessor, by the tiles of 8 rows, as in few_rows.cu
 BLOCK_COLUMNS = BLOCK // TILE
@@ -183,7 +182,6 @@ def few_trellis_rows(x: torch.Tensor, layers: Sequence[TrellisLayer], outputs: S
     table, blocks = layer_table(x, layers, outputs, shape)
     defines = {"ROW_TILES": row_tiles, "FUSED": int(shape.fused), "SHARED_OPERAND": int(own_operand)}
     defines["ONE_ROW"] = int(rows == 1)
-    defines["DECODED_AHEAD"] = int(is_decoded_ahead(shape, shards, chunks, rows, twice_bits))
     kernels.load("ops/linear/few_rows.cu", "few_rows", **defines, **first.defines)(
         (blocks, shards),
         (WARP, shape.turns, shape.columns),
@@ -345,24 +343,7 @@ def has_own_operand(shape: FewRowsShape, shards: int, chunks: int, rows: int) ->
     return shape.fused or (tiles_of(rows) <= 2 and operand_bytes(shards, chunks, rows) <= COPIED_BYTES)
 
 
-def is_decoded_ahead(shape: FewRowsShape, shards: int, chunks: int, rows: int, twice_bits: int) -> bool:
-    """Whether a block has room for a second chunk of each of its warps."""
-    taken = plain_bytes(shape, shards, chunks, rows, twice_bits) + ahead_bytes(shape)
-    return tiles_of(rows) <= 2 and taken <= memory.most_shared_bytes() - OWN_BYTES
-
-
 def shared_bytes(shape: FewRowsShape, shards: int, chunks: int, rows: int, twice_bits: int) -> int:
-    """What a block takes, its warps' second chunks included."""
-    sizes = shape, shards, chunks, rows, twice_bits
-    return plain_bytes(*sizes) + (ahead_bytes(shape) if is_decoded_ahead(*sizes) else 0)
-
-
-def ahead_bytes(shape: FewRowsShape) -> int:
-    """Of a decoded chunk of each warp."""
-    return 2 * BLOCK * TILE * shape.columns * shape.turns
-
-
-def plain_bytes(shape: FewRowsShape, shards: int, chunks: int, rows: int, twice_bits: int) -> int:
     """What a block takes: its warps' chunks, the chains that they hand over, and perhaps the rotated inputs."""
     stages = 3 if twice_bits <= 8 else 2
     taken = shape.columns * (shape.turns * stages * BLOCK * twice_bits + tiles_of(rows) * WARP * ALIGNED)

@@ -1,8 +1,7 @@
 // Trellis layers of one input for up to 64 rows: tiles decoded in registers, one chain an output and k-shard.
 //
 // Weights are the A operand (16 outputs), rows the B operand (8 at a time). The warps of a column of tiles decode 128
-// inputs each, all at once, and take turns in carrying the chain over them, so that k ascends. Where DECODED_AHEAD, each
-// warp decodes its second 128 inputs while the rows' inputs come and are rotated; they wait in shared memory.
+// inputs each, all at once, and take turns in carrying the chain over them, so that k ascends.
 #include "device.cuh"
 #include "ops/linear/cuda_finish.cuh"
 #include "ops/linear/cuda_passed.cuh"
@@ -28,8 +27,8 @@
 #ifndef SHARED_OPERAND
 #define SHARED_OPERAND 1
 #endif
-#ifndef DECODED_AHEAD
-#define DECODED_AHEAD 1
+#ifndef COPY_ASYNC
+#define COPY_ASYNC 0
 #endif
 
 constexpr int MOST_WARPS = ROW_TILES <= 2 ? 24 : 12;
@@ -47,9 +46,6 @@ constexpr int STAGES = TWICE_BITS <= 8 ? 3 : 2;
 constexpr int CHUNK_WORDS = CHUNK_TILES * tile_words(TWICE_BITS), CHUNK_BYTES = 4 * CHUNK_WORDS;
 constexpr int PIECES = CHUNK_WORDS / 4;  // of 16 bytes
 constexpr int LANE_PIECES = (PIECES + WARP - 1) / WARP;
-constexpr int TILE_BYTES = 16 * WARP;  // decoded
-constexpr int AHEAD_BYTES = DECODED_AHEAD ? CHUNK_TILES * TILE_BYTES : 0;  // of a warp
-constexpr int COPY_GROUPS = FROM_SHARED && !FUSED ? 1 : 0;  // of asynchronous copies: the inputs
 
 // The chunks of one warp, staged ahead in a ring, and how a lane finds its words there. Positions in the trellis are in
 // pieces of 16 bytes.
@@ -99,54 +95,14 @@ struct ChunkRing {
         if constexpr (NUMBER + 1 < CHUNK_TILES) decode_from<NUMBER + 1>(fragments);
     }
 
-    // The PAIR-th two tiles, whose windows are read, and those after them. The next windows are read before these are
-    // written, since the compiler moves no read over a write.
-    template <int PAIR>
-    __device__ __forceinline__ void decode_pair(const Window<TWICE_BITS>& even, const Window<TWICE_BITS>& odd,
-                                                unsigned target) const {
-        constexpr bool goes_on = 2 * PAIR + 2 < CHUNK_TILES;
-        constexpr int next = goes_on ? 2 * PAIR + 2 : 0;
-        const Window<TWICE_BITS> next_even = words.template window<next>(stage, place.shift);
-        const Window<TWICE_BITS> next_odd = words.template window<next + 1>(stage, place.shift);
-        unsigned first[4], second[4];
-        decode_window<CODEBOOK>(even, first);
-        decode_window<CODEBOOK>(odd, second);
-        put_four<2 * PAIR * TILE_BYTES>(target, first);
-        put_four<(2 * PAIR + 1) * TILE_BYTES>(target, second);
-        if constexpr (goes_on) decode_pair<PAIR + 1>(next_even, next_odd, target);
-    }
-
-    // The next chunk to the lane's place in shared memory, where read_ahead finds it, and stage one chunk more. PENDING:
-    // groups of copies that may be on their way besides.
-    template <int PENDING>
-    __device__ __forceinline__ void decode_ahead(unsigned target, const uint4* trellis, bool more, int lane) {
-        copy_async_wait<STAGES - 1 + PENDING>();
-        __syncwarp();
-        const Window<TWICE_BITS> even = words.template window<0>(stage, place.shift);
-        const Window<TWICE_BITS> odd = words.template window<1>(stage, place.shift);
-        decode_pair<0>(even, odd, target);
-        __syncwarp();
-        advance(trellis, more, lane);
-    }
-
-    // Decode the next chunk, and stage one chunk more.
-    __device__ __forceinline__ void decode(unsigned fragments[CHUNK_TILES][4], const uint4* trellis, bool more,
-                                           int lane) {
+    // Decode the current chunk; it is then to be advanced over.
+    __device__ __forceinline__ void decode(unsigned fragments[CHUNK_TILES][4]) const {
         copy_async_wait<STAGES - 1>();
         __syncwarp();
         decode_from(fragments);
         __syncwarp();
-        advance(trellis, more, lane);
     }
 };
-
-template <int NUMBER = 0>
-DEVICE void read_ahead(unsigned fragments[CHUNK_TILES][4], unsigned from) {
-    const uint4 four = four_at<NUMBER * TILE_BYTES>(from);
-    fragments[NUMBER][0] = four.x, fragments[NUMBER][1] = four.y;
-    fragments[NUMBER][2] = four.z, fragments[NUMBER][3] = four.w;
-    if constexpr (NUMBER + 1 < CHUNK_TILES) read_ahead<NUMBER + 1>(fragments, from);
-}
 
 // A chunk's inputs of the rows: what the B operand of two tiles takes, `stride` bytes from one 32 inputs to the next.
 struct Operand {
@@ -172,9 +128,11 @@ DEVICE void load_early(uint4 early[EARLY][ROW_TILES], const Operand& operand) {
         for (int tile = 0; tile < ROW_TILES; tile++) early[quarter][tile] = operand.at(quarter, tile);
 }
 
-// Carry the chains over one chunk; early: the operand's first quarters, already here.
+// Carry the chains over one chunk; early: the operand's first quarters, already here. meanwhile: what else to do, between
+// products that wait for each other.
+template <typename Meanwhile>
 DEVICE void carry(float chains[ROW_TILES][4], const unsigned fragments[CHUNK_TILES][4],
-                  const uint4 early[EARLY][ROW_TILES], const Operand& operand) {
+                  const uint4 early[EARLY][ROW_TILES], const Operand& operand, Meanwhile&& meanwhile) {
 #pragma unroll
     for (int quarter = 0; quarter < CHUNK_TILES / 2; quarter++) {
 #pragma unroll
@@ -194,6 +152,7 @@ DEVICE void carry(float chains[ROW_TILES][4], const unsigned fragments[CHUNK_TIL
                 mma_16x8x16(chains[first + i], fragments[2 * quarter + 1], odd);
             }
         }
+        if (quarter == 0) meanwhile();
     }
 }
 
@@ -260,21 +219,26 @@ DEVICE void finish_blocks(const Sums& sums, const Finish& finish, int* counters,
     }
 }
 
-// Rotate out the blocks of 128 outputs whose last column this thread block has: `chains` as its warps hand them over,
-// sums of the columns before its own from those who pass them, which are blocks that begin no later.
-DEVICE void finish_own_blocks(const float* chains, uint64* passed, const Finish& finish, int first, int count, int rows,
-                              int outputs, int warp, int warps, int lane) {
-    const int first_block = first / BLOCK_COLUMNS, owned = (first + count) / BLOCK_COLUMNS - first_block;
-    __syncthreads();
-#pragma unroll 1
-    for (int unit = warp; unit < owned * rows; unit += warps) {
-        const int own = rows == 1 ? unit : unit / rows, row = unit - own * rows, block = first_block + own;
-        const int output = block * ROTATION + 4 * lane, column = output / TILE - first;
-        float scale[4], v[4];
+// A row of a block of 128 outputs that a warp rotates out, from where its lanes find their sums on.
+struct OwnRow {
+    int block, row, column;  // of tiles, from the thread block's first; before it: of others
+    float scale[4], v[4];
+
+    // The scales, and the sums of columns before the thread block's own, from those who pass them: blocks that begin no
+    // later.
+    __device__ __forceinline__ OwnRow(const Finish& finish, uint64* passed, int unit, int first, int rows, int outputs,
+                                      int lane) {
+        const int own = rows == 1 ? unit : unit / rows;
+        row = unit - own * rows, block = first / BLOCK_COLUMNS + own;
+        const int output = block * ROTATION + 4 * lane;
+        column = output / TILE - first;
         load_halves(finish.scales + output, scale);
-        if (column < 0) {
-            take_sums(passed + static_cast<int64>(row) * outputs + output, v);
-        } else {
+        if (column < 0) take_sums(passed + static_cast<int64>(row) * outputs + output, v);
+    }
+
+    // The others as this block's warps hand them over.
+    __device__ __forceinline__ void finish(const Finish& finish, const float* chains, int lane) {
+        if (column >= 0) {
             // Outputs 4 * lane on, of a column the 16 / 4 of four lanes: the C operand's register 2 * (output / 8) +
             // row % 2 of lane 4 * (output % 8) + row % 8 / 2.
             const float* at = chains + ((column * ROW_TILES + row / 8) * WARP + lane % 2 * 16 + row % 8 / 2) * 4;
@@ -284,6 +248,23 @@ DEVICE void finish_own_blocks(const float* chains, uint64* passed, const Finish&
         __syncwarp();
         finish_scaled(finish, row, block, v, scale, lane);
     }
+};
+
+// Rotate out the blocks of 128 outputs whose last column this thread block has. order: of this warp among those that are
+// done, since the first ones need not wait for the block's own sums before they take others'.
+DEVICE void finish_own_blocks(const float* chains, uint64* passed, const Finish& finish, int first, int count, int rows,
+                              int outputs, int order, int warps, int lane) {
+    const int units = ((first + count) / BLOCK_COLUMNS - first / BLOCK_COLUMNS) * rows;
+    if (order >= units) {
+        __syncthreads();
+        return;
+    }
+    OwnRow own(finish, passed, order, first, rows, outputs, lane);
+    __syncthreads();
+    own.finish(finish, chains, lane);
+#pragma unroll 1
+    for (int unit = order + warps; unit < units; unit += warps)
+        OwnRow(finish, passed, unit, first, rows, outputs, lane).finish(finish, chains, lane);
 }
 
 // grid (blocks of all layers, shards), threads (32, turns, columns). The layers have `chunks` blocks of 128 inputs; the
@@ -307,9 +288,7 @@ few_rows(const __grid_constant__ Layers layers, int chunks, int all_rows, int in
 
     const unsigned* stages = shared + warp * STAGES * CHUNK_WORDS;
     float4* handed = reinterpret_cast<float4*>(shared + warps * STAGES * CHUNK_WORDS);
-    unsigned* all_ahead = reinterpret_cast<unsigned*>(handed + columns * ROW_TILES * WARP);
-    uint4* own_inputs = reinterpret_cast<uint4*>(all_ahead + warps * AHEAD_BYTES / 4);
-    const unsigned own_ahead = offset_of(all_ahead + warp * AHEAD_BYTES / 4 + 4 * lane);
+    uint4* own_inputs = reinterpret_cast<uint4*>(handed + columns * ROW_TILES * WARP);
     const int own_first = first_chunk + turn;
     const bool real = column < tile_columns;
     unsigned fragments[CHUNK_TILES][4];
@@ -321,42 +300,29 @@ few_rows(const __grid_constant__ Layers layers, int chunks, int all_rows, int in
         begin_passing(barriers + warp, lane);
         fetch_scales(layer.input_scales, first_chunk * ROTATION, (last_chunk - first_chunk) * ROTATION,
                      layer.output_scales, first_column * TILE, count * TILE, thread);
-        if (real) ring.decode(fragments, trellis, own_first + STAGES * turns < last_chunk, lane);
+        if (real) ChunkRing(stages, tile_columns, column, own_first, 0, turns, lane).decode(fragments);
     }
 
     await_inputs();
     const uint4* rotated = static_cast<const uint4*>(layer.x) + first_chunk * 16 * rows;
-    bool is_ahead = DECODED_AHEAD && real && own_first + turns < last_chunk;
 #if FUSED
     const int units = rows * (last_chunk - first_chunk);
     const float* x = static_cast<const float*>(layer.x);
     unsigned* pairs = reinterpret_cast<unsigned*>(own_inputs);
-#elif SHARED_OPERAND
+    if (units <= half_warp::UNITS * warps)
+        half_warp::rotate_units(pairs, x, layer.input_scales, first_chunk, units, rows, inputs, whole, warp, lane);
+    else
+        rotate_units(pairs, x, layer.input_scales, first_chunk, 0, units, rows, inputs, whole, thread, warps * WARP);
+#elif SHARED_OPERAND && COPY_ASYNC
 #pragma unroll 4
     for (int i = thread; i < (last_chunk - first_chunk) * 16 * rows; i += warps * WARP)
         copy_async_16(own_inputs + i, rotated + i);
     copy_async_commit();
+    copy_async_wait<0>();
+#elif SHARED_OPERAND
+#pragma unroll 8
+    for (int i = thread; i < (last_chunk - first_chunk) * 16 * rows; i += warps * WARP) own_inputs[i] = rotated[i];
 #endif
-    // Some warps decode while others wait for their inputs.
-#pragma unroll 1
-    for (int part = 0; part < 2; part++) {
-        if ((part ^ warp) & 1) {
-            if (is_ahead) {
-                ChunkRing ring(stages, tile_columns, column, own_first + (STAGES + 1) * turns, STAGES + 1, turns, lane);
-                const bool more = own_first + (STAGES + 1) * turns < last_chunk;
-                ring.decode_ahead<COPY_GROUPS>(own_ahead, trellis, more, lane);
-            }
-        } else {
-#if FUSED
-            if (units <= half_warp::UNITS * warps)
-                half_warp::rotate_units(pairs, x, layer.input_scales, first_chunk, units, rows, inputs, whole, warp, lane);
-            else
-                rotate_units(pairs, x, layer.input_scales, first_chunk, 0, units, rows, inputs, whole, thread,
-                             warps * WARP);
-#endif
-        }
-    }
-    if (COPY_GROUPS) copy_async_wait<1>();
     // The chains begin at zero.
     if (turn == 0) {
         const float zeros[4] = {};
@@ -368,8 +334,8 @@ few_rows(const __grid_constant__ Layers layers, int chunks, int all_rows, int in
     const bool passes = layer.values == nullptr;
     if (real) {
         // Made anew: the rotation has no registers for it.
-        const int own_lane = remembered(threadIdx.x), staged = STAGES + 1 + is_ahead;
-        ChunkRing ring(stages, tile_columns, column, own_first + staged * turns, staged, turns, own_lane);
+        const int own_lane = remembered(threadIdx.x);
+        ChunkRing ring(stages, tile_columns, column, own_first + STAGES * turns, STAGES, turns, own_lane);
         ring.remember();
         Operand operand = {reinterpret_cast<const unsigned char*>(rotated), 64u * rows};
 #pragma unroll
@@ -396,7 +362,8 @@ few_rows(const __grid_constant__ Layers layers, int chunks, int all_rows, int in
                 chains[tile][0] = float_of(c.x), chains[tile][1] = float_of(c.y);
                 chains[tile][2] = float_of(c.z), chains[tile][3] = float_of(c.w);
             }
-            carry(chains, fragments, early, operand);
+            carry(chains, fragments, early, operand,
+                  [&] { ring.advance(trellis, chunk + STAGES * turns < last_chunk, own_lane); });
             operand.skip(turns * 4 * operand.stride);
             if (chunk + 1 == last_chunk) break;
 #pragma unroll
@@ -404,12 +371,7 @@ few_rows(const __grid_constant__ Layers layers, int chunks, int all_rows, int in
             pass(next_barrier, own_lane);
             if (chunk + turns >= last_chunk) break;
             if (!FROM_SHARED) load_early(early, operand);
-            if (DECODED_AHEAD && is_ahead) {
-                read_ahead(fragments, own_ahead);
-                is_ahead = false;
-            } else {
-                ring.decode(fragments, trellis, chunk + (STAGES + 1) * turns < last_chunk, own_lane);
-            }
+            ring.decode(fragments);
         }
         if (chunk + 1 == last_chunk) {
             const int width = tile_columns * TILE;
@@ -426,8 +388,9 @@ few_rows(const __grid_constant__ Layers layers, int chunks, int all_rows, int in
     }
     const Finish finish = {layer.output_scales, layer.bias, layer.y, static_cast<int>(layer.outputs)};
     if (passes) {
+        const int turns_since_last = (turn + turns - (last_chunk - first_chunk) % turns) % turns;
         finish_own_blocks(reinterpret_cast<const float*>(handed), layer.passed, finish, first_column, count, rows,
-                          tile_columns * TILE, warp, warps, lane);
+                          tile_columns * TILE, turns_since_last * columns + own_column, warps, lane);
         return;
     }
     const Sums sums = {layer.values, shards, rows, tile_columns * TILE};

@@ -31,15 +31,6 @@ DEVICE uint4 four_at(unsigned offset) {
     return v;
 #endif
 }
-template <int AHEAD>
-DEVICE void put_four(unsigned offset, const unsigned v[4]) {
-#ifdef EMULATED
-    *reinterpret_cast<uint4*>(emulator::dynamic_shared + offset + AHEAD) = make_uint4(v[0], v[1], v[2], v[3]);
-#else
-    asm volatile("st.shared.v4.u32 [%0+%5], {%1,%2,%3,%4};" ::"r"(offset), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]),
-                 "n"(AHEAD) : "memory");
-#endif
-}
 DEVICE void stage_piece(unsigned offset, const uint4* global) {
 #ifdef EMULATED
     copy_async_16(emulator::dynamic_shared + offset, global);
