@@ -27,9 +27,6 @@
 #ifndef SHARED_OPERAND
 #define SHARED_OPERAND 1
 #endif
-#ifndef COPY_ASYNC
-#define COPY_ASYNC 0
-#endif
 
 constexpr int MOST_WARPS = ROW_TILES <= 2 ? 24 : 12;
 constexpr int MOST_LAYERS = 4;
@@ -303,23 +300,21 @@ few_rows(const __grid_constant__ Layers layers, int chunks, int all_rows, int in
         if (real) ChunkRing(stages, tile_columns, column, own_first, 0, turns, lane).decode(fragments);
     }
 
-    await_inputs();
     const uint4* rotated = static_cast<const uint4*>(layer.x) + first_chunk * 16 * rows;
 #if FUSED
     const int units = rows * (last_chunk - first_chunk);
     const float* x = static_cast<const float*>(layer.x);
     unsigned* pairs = reinterpret_cast<unsigned*>(own_inputs);
-    if (units <= half_warp::UNITS * warps)
-        half_warp::rotate_units(pairs, x, layer.input_scales, first_chunk, units, rows, inputs, whole, warp, lane);
-    else
+    const half_warp::Unit unit(pairs, x, layer.input_scales, first_chunk, units, rows, inputs, whole, warp, lane);
+    await_inputs();
+    if (units > half_warp::UNITS * warps)
         rotate_units(pairs, x, layer.input_scales, first_chunk, 0, units, rows, inputs, whole, thread, warps * WARP);
-#elif SHARED_OPERAND && COPY_ASYNC
-#pragma unroll 4
-    for (int i = thread; i < (last_chunk - first_chunk) * 16 * rows; i += warps * WARP)
-        copy_async_16(own_inputs + i, rotated + i);
-    copy_async_commit();
-    copy_async_wait<0>();
-#elif SHARED_OPERAND
+    else if (half_warp::UNITS * warp < units)
+        unit.rotate();
+#else
+    await_inputs();
+#endif
+#if !FUSED && SHARED_OPERAND
 #pragma unroll 8
     for (int i = thread; i < (last_chunk - first_chunk) * 16 * rows; i += warps * WARP) own_inputs[i] = rotated[i];
 #endif
