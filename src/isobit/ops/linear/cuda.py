@@ -32,6 +32,7 @@ ROW_WARPS = 8  # of a block that rotates rows
 WARP_ROWS = 4  # of many, that a warp rotates
 ROW_THREADS = 256
 OCTETS = ROW_THREADS // 8  # rows' blocks of 128 that a thread block rotates at a time
+MOST_EARLY_WARPS = 16  # of a block that begins while the kernel before runs
 MOST_TURNS = 8  # warps that share a column of tiles
 FINISHED_ROWS = 4  # of more than 16, that a warp rotates out together, as in few_rows.cu
 ROTATED_BYTES = 64 << 10  # of rotated inputs that a block makes at most
@@ -190,6 +191,7 @@ def few_trellis_rows(x: torch.Tensor, layers: Sequence[TrellisLayer], outputs: S
         rows,
         width,
         is_whole(x),
+        begins_late(shape),
         shared=shared_bytes(shape, shards, chunks, rows, twice_bits),
         early=True,
     )
@@ -343,9 +345,14 @@ def has_own_operand(shape: FewRowsShape, shards: int, chunks: int, rows: int) ->
     return shape.fused or (tiles_of(rows) <= 2 and operand_bytes(shards, chunks, rows) <= COPIED_BYTES)
 
 
+def begins_late(shape: FewRowsShape) -> bool:
+    """Whether a block has more warps than are free beside most kernels before it, so that its inputs are there first."""
+    return shape.columns * shape.turns > MOST_EARLY_WARPS
+
+
 def shared_bytes(shape: FewRowsShape, shards: int, chunks: int, rows: int, twice_bits: int) -> int:
     """What a block takes: its warps' chunks, the chains that they hand over, and perhaps the rotated inputs."""
-    stages = 3 if twice_bits <= 8 else 2
+    stages = 3 if twice_bits <= 8 and tiles_of(rows) != 2 else 2
     taken = shape.columns * (shape.turns * stages * BLOCK * twice_bits + tiles_of(rows) * WARP * ALIGNED)
     return taken + (operand_bytes(shards, chunks, rows) if has_own_operand(shape, shards, chunks, rows) else 0)
 

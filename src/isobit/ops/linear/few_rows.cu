@@ -39,7 +39,7 @@ constexpr int SIDE_BY_SIDE = ROW_TILES <= 2 ? 1 : ROW_TILES;  // tiles of rows w
 constexpr int FINISHED_ROWS = ROW_TILES <= 2 ? 1 : 4;  // that a warp rotates out together
 constexpr bool FROM_SHARED = FUSED || SHARED_OPERAND;
 constexpr bool PAST_THE_LAST = !FROM_SHARED && ROW_TILES > 2;  // whole tiles of rows are read, whatever lies there
-constexpr int STAGES = TWICE_BITS <= 8 ? 3 : 2;
+constexpr int STAGES = TWICE_BITS <= 8 && ROW_TILES != 2 ? 3 : 2;
 constexpr int CHUNK_WORDS = CHUNK_TILES * tile_words(TWICE_BITS), CHUNK_BYTES = 4 * CHUNK_WORDS;
 constexpr int PIECES = CHUNK_WORDS / 4;  // of 16 bytes
 constexpr int LANE_PIECES = (PIECES + WARP - 1) / WARP;
@@ -266,8 +266,9 @@ DEVICE void finish_own_blocks(const float* chains, uint64* passed, const Finish&
 
 // grid (blocks of all layers, shards), threads (32, turns, columns). The layers have `chunks` blocks of 128 inputs; the
 // rotated inputs of those that are not FUSED are copied first where SHARED_OPERAND. ONE_ROW: there is only one.
+// inputs_first: 1, inputs before the first weights, or 0.
 extern "C" __global__ void __launch_bounds__(MOST_WARPS * WARP)
-few_rows(const __grid_constant__ Layers layers, int chunks, int all_rows, int inputs, int whole) {
+few_rows(const __grid_constant__ Layers layers, int chunks, int all_rows, int inputs, int whole, int inputs_first) {
     DYNAMIC_SHARED(unsigned, shared);
     __shared__ uint64 barriers[MOST_WARPS];
     const int rows = ONE_ROW ? 1 : all_rows;
@@ -297,27 +298,32 @@ few_rows(const __grid_constant__ Layers layers, int chunks, int all_rows, int in
         begin_passing(barriers + warp, lane);
         fetch_scales(layer.input_scales, first_chunk * ROTATION, (last_chunk - first_chunk) * ROTATION,
                      layer.output_scales, first_column * TILE, count * TILE, thread);
-        if (real) ChunkRing(stages, tile_columns, column, own_first, 0, turns, lane).decode(fragments);
     }
-
     const uint4* rotated = static_cast<const uint4*>(layer.x) + first_chunk * 16 * rows;
 #if FUSED
     const int units = rows * (last_chunk - first_chunk);
     const float* x = static_cast<const float*>(layer.x);
     unsigned* pairs = reinterpret_cast<unsigned*>(own_inputs);
     const half_warp::Unit unit(pairs, x, layer.input_scales, first_chunk, units, rows, inputs, whole, warp, lane);
-    await_inputs();
-    if (units > half_warp::UNITS * warps)
-        rotate_units(pairs, x, layer.input_scales, first_chunk, 0, units, rows, inputs, whole, thread, warps * WARP);
-    else if (half_warp::UNITS * warp < units)
-        unit.rotate();
-#else
-    await_inputs();
 #endif
-#if !FUSED && SHARED_OPERAND
+    // Of a block that begins early the weights are there long before the inputs, of another one after them.
+#pragma unroll 1
+    for (int part = 0; part < 2; part++) {
+        if (part == inputs_first) {
+            if (real) ChunkRing(stages, tile_columns, column, own_first, 0, turns, lane).decode(fragments);
+            continue;
+        }
+        await_inputs_alone();
+#if FUSED
+        if (units > half_warp::UNITS * warps)
+            rotate_units(pairs, x, layer.input_scales, first_chunk, 0, units, rows, inputs, whole, thread, warps * WARP);
+        else if (half_warp::UNITS * warp < units)
+            unit.rotate();
+#elif SHARED_OPERAND
 #pragma unroll 8
-    for (int i = thread; i < (last_chunk - first_chunk) * 16 * rows; i += warps * WARP) own_inputs[i] = rotated[i];
+        for (int i = thread; i < (last_chunk - first_chunk) * 16 * rows; i += warps * WARP) own_inputs[i] = rotated[i];
 #endif
+    }
     // The chains begin at zero.
     if (turn == 0) {
         const float zeros[4] = {};
@@ -326,6 +332,7 @@ few_rows(const __grid_constant__ Layers layers, int chunks, int all_rows, int in
             store_four(offset_of(handed + own_column * ROW_TILES * WARP + lane) + 16 * WARP * tile, zeros);
     }
     __syncthreads();
+    let_next_begin();
     const bool passes = layer.values == nullptr;
     if (real) {
         // Made anew: the rotation has no registers for it.
