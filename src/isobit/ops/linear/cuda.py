@@ -32,7 +32,6 @@ ROW_WARPS = 8  # of a block that rotates rows
 WARP_ROWS = 4  # of many, that a warp rotates
 ROW_THREADS = 256
 OCTETS = ROW_THREADS // 8  # rows' blocks of 128 that a thread block rotates at a time
-MOST_EARLY_WARPS = 16  # of a block that begins while the kernel before runs
 MOST_TURNS = 8  # warps that share a column of tiles
 FINISHED_ROWS = 4  # of more than 16, that a warp rotates out together, as in few_rows.cu
 ROTATED_BYTES = 64 << 10  # of rotated inputs that a block makes at most
@@ -191,7 +190,6 @@ def few_trellis_rows(x: torch.Tensor, layers: Sequence[TrellisLayer], outputs: S
         rows,
         width,
         is_whole(x),
-        begins_late(shape),
         shared=shared_bytes(shape, shards, chunks, rows, twice_bits),
         early=True,
     )
@@ -286,7 +284,7 @@ class FewRowsCost:
     chunk: int = 380  # slots of a warp for a chunk of 8 rows or fewer
     tile: int = 20  # more slots for every 8 rows more
     rotation: int = 131  # slots of a warp for four units, each a row's block of 128 inputs
-    rotated: int = 2550  # cycles until the first four units of every warp are rotated
+    rotated: int = 2000  # cycles until the first four units of every warp are rotated
     apart: int = 4960  # cycles of a layer's rotation by a kernel of its own
     decoded: int = 560  # cycles of a chunk's decoding
     carried: int = 350  # cycles of a chunk's products and of handing the chain over
@@ -295,7 +293,7 @@ class FewRowsCost:
     met: int = 2880  # cycles until a counter says that other blocks' sums are there, and they are
     passed: int = 1500  # the same of sums that say so themselves
     finished: int = 1200  # cycles until a warp has rotated out a block of four rows of more than 16
-    late: int = 2700  # cycles of a block that cannot begin while the kernel before still runs
+    late: int = 1700  # cycles of a block that cannot begin while the kernel before runs, unless that rotates inputs
     room: float = 1 / 3  # of a multiprocessor's warps, which a block of no more warps finds free meanwhile
     no_room: float = 5 / 6  # the same that are never free
     read: int = 53  # bytes a cycle that a multiprocessor has of the second-level cache
@@ -345,11 +343,6 @@ def has_own_operand(shape: FewRowsShape, shards: int, chunks: int, rows: int) ->
     return shape.fused or (tiles_of(rows) <= 2 and operand_bytes(shards, chunks, rows) <= COPIED_BYTES)
 
 
-def begins_late(shape: FewRowsShape) -> bool:
-    """Whether a block has more warps than are free beside most kernels before it, so that its inputs are there first."""
-    return shape.columns * shape.turns > MOST_EARLY_WARPS
-
-
 def shared_bytes(shape: FewRowsShape, shards: int, chunks: int, rows: int, twice_bits: int) -> int:
     """What a block takes: its warps' chunks, the chains that they hand over, and perhaps the rotated inputs."""
     stages = 3 if twice_bits <= 8 and tiles_of(rows) != 2 else 2
@@ -370,8 +363,9 @@ def few_rows_cycles(
     carried = cost.carried + more_tiles * (cost.carried_tile if more_tiles <= 1 else cost.carried_beside)
     waited = own_chunks * max(carried, (cost.decoded + carried) / shape.turns)
     apart = 0 if shape.fused else len(tile_columns) * cost.apart
-    between = late_share(warps, blocks, rows, processors) * cost.late
+    between = 0.0
     if shape.fused:
+        between += late_share(warps, blocks, rows, processors) * cost.late
         issued += ceil(units / 4) * cost.rotation
         between += rounds * ceil(units / (4 * warps)) * cost.rotated
     if not passes_sums(shape, shards, rows):

@@ -266,9 +266,8 @@ DEVICE void finish_own_blocks(const float* chains, uint64* passed, const Finish&
 
 // grid (blocks of all layers, shards), threads (32, turns, columns). The layers have `chunks` blocks of 128 inputs; the
 // rotated inputs of those that are not FUSED are copied first where SHARED_OPERAND. ONE_ROW: there is only one.
-// inputs_first: 1, inputs before the first weights, or 0.
 extern "C" __global__ void __launch_bounds__(MOST_WARPS * WARP)
-few_rows(const __grid_constant__ Layers layers, int chunks, int all_rows, int inputs, int whole, int inputs_first) {
+few_rows(const __grid_constant__ Layers layers, int chunks, int all_rows, int inputs, int whole) {
     DYNAMIC_SHARED(unsigned, shared);
     __shared__ uint64 barriers[MOST_WARPS];
     const int rows = ONE_ROW ? 1 : all_rows;
@@ -298,6 +297,8 @@ few_rows(const __grid_constant__ Layers layers, int chunks, int all_rows, int in
         begin_passing(barriers + warp, lane);
         fetch_scales(layer.input_scales, first_chunk * ROTATION, (last_chunk - first_chunk) * ROTATION,
                      layer.output_scales, first_column * TILE, count * TILE, thread);
+        // All stages are staged: the current one is the first again.
+        if (real) ring.decode(fragments);
     }
     const uint4* rotated = static_cast<const uint4*>(layer.x) + first_chunk * 16 * rows;
 #if FUSED
@@ -306,24 +307,16 @@ few_rows(const __grid_constant__ Layers layers, int chunks, int all_rows, int in
     unsigned* pairs = reinterpret_cast<unsigned*>(own_inputs);
     const half_warp::Unit unit(pairs, x, layer.input_scales, first_chunk, units, rows, inputs, whole, warp, lane);
 #endif
-    // Of a block that begins early the weights are there long before the inputs, of another one after them.
-#pragma unroll 1
-    for (int part = 0; part < 2; part++) {
-        if (part == inputs_first) {
-            if (real) ChunkRing(stages, tile_columns, column, own_first, 0, turns, lane).decode(fragments);
-            continue;
-        }
-        await_inputs_alone();
+    await_inputs_alone();
 #if FUSED
-        if (units > half_warp::UNITS * warps)
-            rotate_units(pairs, x, layer.input_scales, first_chunk, 0, units, rows, inputs, whole, thread, warps * WARP);
-        else if (half_warp::UNITS * warp < units)
-            unit.rotate();
+    if (units > half_warp::UNITS * warps)
+        rotate_units(pairs, x, layer.input_scales, first_chunk, 0, units, rows, inputs, whole, thread, warps * WARP);
+    else if (half_warp::UNITS * warp < units)
+        unit.rotate();
 #elif SHARED_OPERAND
 #pragma unroll 8
-        for (int i = thread; i < (last_chunk - first_chunk) * 16 * rows; i += warps * WARP) own_inputs[i] = rotated[i];
+    for (int i = thread; i < (last_chunk - first_chunk) * 16 * rows; i += warps * WARP) own_inputs[i] = rotated[i];
 #endif
-    }
     // The chains begin at zero.
     if (turn == 0) {
         const float zeros[4] = {};
