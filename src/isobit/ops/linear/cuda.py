@@ -285,7 +285,7 @@ class FewRowsCost:
     tile: int = 20  # more slots for every 8 rows more
     rotation: int = 131  # slots of a warp for four units, each a row's block of 128 inputs
     rotated: int = 2000  # cycles until the first four units of every warp are rotated
-    apart: int = 4960  # cycles of a layer's rotation by a kernel of its own
+    apart: int = 4600  # cycles of a layer's rotation by a kernel of its own
     decoded: int = 560  # cycles of a chunk's decoding
     carried: int = 350  # cycles of a chunk's products and of handing the chain over
     carried_tile: int = 100  # more cycles for 8 rows more
