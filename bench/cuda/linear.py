@@ -43,8 +43,15 @@ SWEPT = (
 )  # name, inputs, outputs of the layers of one launch, bits
 SWEPT_TURNS = {1: (4, 8), 2: (3, 4, 8), 3: (3, 4, 8), 4: (3, 4, 6), 5: (2, 3, 4), 6: (2, 3, 4), 8: (2, 3), 12: (2,)}
 SWEPT_APART = ((3, 4), (5, 4), (6, 2), (6, 4), (8, 2), (8, 3))
+SWEPT_OF_MANY = ((1, 4), (1, 8), (2, 4), (3, 2), (3, 4), (4, 2), (5, 2), (6, 1), (6, 2), (8, 1))  # of more than 16 rows
 SWEPT_ROWS = (1, 4)
-SWEPT_MORE_ROWS = {"in_qkv and in_z": (16,), "q and gate": (16,)}
+SWEPT_MORE_ROWS = {
+    ("in_qkv", 4): (64,),
+    ("in_qkv and in_z", 4): (16,),
+    ("out", 4): (64,),
+    ("q and gate", 4): (16,),
+    ("q and gate", 3): (16, 32, 64),
+}  # by name and bits
 SCHEDULER_CLOCK = 1.8e9
 MANY = ((2560, 12288, 4), (6144, 2560, 4), (2560, 640, 4))
 
@@ -96,7 +103,7 @@ def few_times(layers: list, name: str, row_counts: Sequence[int]) -> Iterator[En
 def swept_shapes(shards: int, chunks: int, rows: int, chosen: cuda.FewRowsShape) -> list[cuda.FewRowsShape]:
     """The chosen one first; rotated apart only some."""
     shapes = [cuda.FewRowsShape(columns, turns, True) for columns, own in SWEPT_TURNS.items() for turns in own]
-    shapes += [cuda.FewRowsShape(columns, turns, False) for columns, turns in SWEPT_APART]
+    shapes += [cuda.FewRowsShape(*own, False) for own in (SWEPT_APART if cuda.tiles_of(rows) <= 2 else SWEPT_OF_MANY)]
     possible = set(cuda.possible_shapes(shards, chunks, rows)) - {chosen}
     return [chosen, *(shape for shape in shapes if shape in possible)]
 
@@ -108,7 +115,7 @@ def shape_times() -> Iterator[Entry]:
         count = min(MOST_LAYERS, max(2, -(-CACHE_BYTES // size)))
         groups = [[trellis_layer(inputs, width, bits) for width in outputs] for _ in range(count)]
         layer, columns = groups[0][0], tuple(width // TILE for width in outputs)
-        for rows in (*SWEPT_ROWS, *SWEPT_MORE_ROWS.get(name, ())):
+        for rows in (*SWEPT_ROWS, *SWEPT_MORE_ROWS.get((name, bits), ())):
             x = torch.randn((rows, inputs), device=memory.device())
             sizes = columns, layer.shards, layer.input_blocks, rows
             chosen = cuda.few_rows_shape(*sizes)

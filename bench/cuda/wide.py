@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from unittest.mock import patch
 
 import torch
@@ -20,14 +21,18 @@ from isobit.ops.linear.cuda_layers import TrellisLayer
 from linear import copies, trellis_layer
 
 INPUTS, OUTPUTS, HEAD_OUTPUTS = 2560, 98304, 248320
-LAYERS = ((OUTPUTS, 3, (1, 8, 16)), (OUTPUTS, 4, (1, 8)), (HEAD_OUTPUTS, 5, (1, 4)))
+LAYERS = ((OUTPUTS, 3, (1, 8, 16)), (OUTPUTS, 4, (1, 8, 16)), (HEAD_OUTPUTS, 5, (1, 4)))
 MORE_LAYERS = ((OUTPUTS, 2, (1, 8)), (OUTPUTS, 5, (1, 8, 16)), (HEAD_OUTPUTS, 5, (16,)))
+WARPS, CHUNK_TILES, HALVED = (20, 24, 28), (8, 16), (0, 32, 48)
 
 
-def neighbours(shape: DealtShape) -> list[DealtShape]:
-    """More and fewer warps, columns in halves and none."""
-    warps = [replace(shape, warps=count) for count in (20, 28)]
-    halved = [replace(shape, halved=count) for count in (0, 32, 48) if count != shape.halved]
+def neighbours(shape: DealtShape, rows: int) -> list[DealtShape]:
+    """More and fewer warps, columns in halves and none; of more than 8 rows all of these with each other."""
+    if rows > 8:
+        shapes = [DealtShape(*sizes) for sizes in product(WARPS, CHUNK_TILES, HALVED)]
+        return [other for other in shapes if other != shape]
+    warps = [replace(shape, warps=count) for count in WARPS if count != shape.warps]
+    halved = [replace(shape, halved=count) for count in HALVED if count != shape.halved]
     return [*warps, *halved]
 
 
@@ -59,7 +64,7 @@ def shape_times(
     chosen = cuda_dealt.dealt_shape(layers[0], len(x))
     if chosen is None:
         return
-    for shape in (chosen, *neighbours(chosen)):
+    for shape in (chosen, *neighbours(chosen, len(x))):
         if not shape.fits(layers[0], len(x)):
             continue
         what = f"{layer}, {'CHOSEN ' if shape is chosen else ''}{named(shape)}"

@@ -156,6 +156,33 @@ def test_the_shape_of_a_block_changes_nothing(turns, columns, fused, monkeypatch
     assert on_host(x, handle).tobytes() == expected.tobytes()
 
 
+SHAPES_OF_MANY = [(17, 2, 6), (29, 1, 5), (33, 1, 8), (40, 4, 3), (64, 5, 2)]
+
+
+@pytest.mark.parametrize("name", ["several turns", "4 shards"])
+@pytest.mark.parametrize(("rows", "turns", "columns"), SHAPES_OF_MANY)
+def test_the_shape_of_a_block_of_many_rows_changes_nothing(name, rows, turns, columns, monkeypatch):
+    x, weights = rows_of(name, rows)
+    handle = cuda.prepare_linear(weights)
+    expected = on_host(x, handle, cuda.MANY_ROWS)
+    shape = cuda.FewRowsShape(columns, turns, False)
+    assert shape in cuda.possible_shapes(handle.shards, handle.input_blocks, rows)
+    monkeypatch.setattr(cuda, "few_rows_shape", lambda *sizes: shape)
+    for _ in range(2):
+        assert on_host(x, handle).tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("rows", [17, 35])
+def test_what_lies_behind_the_last_row_changes_nothing(rows, monkeypatch):
+    x, weights = rows_of("several turns", rows)
+    handle = cuda.prepare_linear(weights)
+    expected = on_host(x, handle, cuda.MANY_ROWS)
+    empty = memory.empty
+    monkeypatch.setattr(memory, "empty", lambda *sizes: empty(*sizes).fill_(float("nan")))
+    monkeypatch.setattr(cuda, "few_rows_shape", lambda *sizes: cuda.FewRowsShape(3, 2, False))
+    assert on_host(x, handle).tobytes() == expected.tobytes()
+
+
 @pytest.mark.parametrize(("rows", "columns", "fused"), [(11, 8, True), (1, 5, True), (1, 3, False), (4, 1, True)])
 def test_layers_of_one_launch_have_the_bytes_of_each_alone(rows, columns, fused, monkeypatch):
     rng = np.random.default_rng(7)
@@ -226,10 +253,11 @@ def test_every_possible_block_fits_a_multiprocessor(rows, shards):
             assert cuda.shared_bytes(shape, shards, chunks, rows, twice_bits) <= 226 << 10
 
 
+@pytest.mark.parametrize("rows", [4, 32, 64])
 @pytest.mark.parametrize("columns", [(640,), (384,), (640, 384), (768,), (32,)])
-def test_no_possible_shape_costs_less_than_the_chosen_one(columns):
-    chosen = cuda.least_cost_shape(columns, 1, 20, 4, 132)
-    costs = {shape: cuda.few_rows_cycles(shape, columns, 1, 20, 4, 132) for shape in cuda.possible_shapes(1, 20, 4)}
+def test_no_possible_shape_costs_less_than_the_chosen_one(columns, rows):
+    chosen, possible = cuda.least_cost_shape(columns, 1, 20, rows, 132), cuda.possible_shapes(1, 20, rows)
+    costs = {shape: cuda.few_rows_cycles(shape, columns, 1, 20, rows, 132) for shape in possible}
     assert costs[chosen] == min(costs.values())
     assert costs[chosen] < costs[cuda.FewRowsShape(1, 1, False)]
 

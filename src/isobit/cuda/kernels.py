@@ -4,8 +4,8 @@
 null pointer, int as int32, float as float32, `Long` and `Double` as 64 bits, `Fields` as a struct.
 
 In a graph a kernel that is launched `early` may begin before the kernel before it has ended (programmatic dependent
-launch), but not before that one's inputs are there. Until its own `await_inputs()` it reads nothing but what came as
-`Constant` or `Settled`, and it writes nothing.
+launch), as soon as that one lets it: once its inputs are there, or at once where the next kernel reads constants only.
+Until its own `await_inputs()` a kernel reads nothing but what came as `Constant` or `Settled`, and it writes nothing.
 """
 
 import ctypes

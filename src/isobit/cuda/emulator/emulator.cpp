@@ -136,6 +136,13 @@ bool release(unsigned first, unsigned last, State barrier, bool all_must_wait) {
     return true;
 }
 
+// Whether a warp falls behind the others for a while, as on a GPU: the same warps in every run.
+bool is_late() {
+    static unsigned state;
+    state = state * 1664525u + 1013904223u;
+    return state >> 30 == 0;
+}
+
 void run_block(unsigned threads) {
     for (unsigned i = 0; i < threads; i++) {
         Fiber& fiber = fibers[i];
@@ -148,6 +155,10 @@ void run_block(unsigned threads) {
         bool moved = false, left = false;
         for (unsigned warp = 0; warp < threads; warp += 32) {
             const unsigned end = warp + 32 < threads ? warp + 32 : threads;
+            if (is_late()) {
+                moved = true;
+                continue;
+            }
             do {
                 for (unsigned i = warp; i < end; i++)
                     if (fibers[i].state == READY) {

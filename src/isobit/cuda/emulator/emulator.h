@@ -124,7 +124,9 @@ const char* launch(void (*kernel)(Parameters...), const unsigned* shape, size_t 
 static inline void __syncthreads() { emulator::pause(emulator::AT_BLOCK); }
 static inline void __syncwarp() { emulator::pause(emulator::AT_WARP); }
 static inline void __threadfence() {}
-DEVICE void await_inputs() { emulator::await_inputs(); }
+DEVICE void await_inputs_alone() { emulator::await_inputs(); }
+DEVICE void let_next_begin() {}
+DEVICE void await_inputs() { await_inputs_alone(); }
 DEVICE void fetch_line(const void*) {}
 
 DEVICE float fma32(float a, float b, float c) { return __builtin_fmaf(a, b, c); }

@@ -33,10 +33,10 @@ WARP_ROWS = 4  # of many, that a warp rotates
 ROW_THREADS = 256
 OCTETS = ROW_THREADS // 8  # rows' blocks of 128 that a thread block rotates at a time
 MOST_TURNS = 8  # warps that share a column of tiles
-TURNS_OF_MANY = 4  # the same of more than 16 rows
+FINISHED_ROWS = 4  # of more than 16, that a warp rotates out together, as in few_rows.cu
 ROTATED_BYTES = 64 << 10  # of rotated inputs that a block makes at most
 COPIED_BYTES = 96 << 10  # that it copies at most, rather than reading them for every column
-RESIDENT_WARPS = {1: 24, 2: 24, 4: 8, 8: 8}  # of a multiprocessor, by the tiles of 8 rows, as in few_rows.cu
+RESIDENT_WARPS = {1: 24, 2: 24, 4: 12, 8: 12}  # of a multiprocessor, by the tiles of 8 rows, as in few_rows.cu
 BLOCK_COLUMNS = BLOCK // TILE
 MOST_GROUPED = 4  # layers of one launch, as in few_rows.cu and few_rows_plain.cu
 WIDE_COLUMNS = 16  # of tiles for each multiprocessor, from which on every warp has its own
@@ -181,6 +181,7 @@ def few_trellis_rows(x: torch.Tensor, layers: Sequence[TrellisLayer], outputs: S
     own_operand = has_own_operand(shape, shards, chunks, rows)
     table, blocks = layer_table(x, layers, outputs, shape)
     defines = {"ROW_TILES": row_tiles, "FUSED": int(shape.fused), "SHARED_OPERAND": int(own_operand)}
+    defines["ONE_ROW"] = int(rows == 1)
     kernels.load("ops/linear/few_rows.cu", "few_rows", **defines, **first.defines)(
         (blocks, shards),
         (WARP, shape.turns, shape.columns),
@@ -238,10 +239,10 @@ def wide_trellis_rows(x: torch.Tensor, handle: TrellisLayer, y: torch.Tensor, pr
 
 
 def rotated_operand(x: torch.Tensor, handle: TrellisLayer) -> torch.Tensor:
-    """The rotated inputs of up to 64 rows in the order of the product's operand."""
+    """The rotated inputs of up to 64 rows in the order of the product's operand, and room to read whole tiles of 8."""
     rows, width = x.shape
-    blocks = handle.input_blocks
-    operand = memory.empty((handle.stored_inputs // WARP, rows, WARP), torch.float16)
+    blocks, read_more = handle.input_blocks, 8 * tiles_of(rows) - rows
+    operand = memory.empty((handle.stored_inputs // WARP * rows + read_more, WARP), torch.float16)
     rotate = kernels.load("ops/linear/inputs.cu", "rotate_few")
     grid, arrays = -(-blocks * rows // OCTETS), (x, Constant(handle.suh), operand)
     rotate(grid, ROW_THREADS, *arrays, rows, width, blocks, is_whole(x), early=True)
@@ -283,14 +284,16 @@ class FewRowsCost:
     chunk: int = 380  # slots of a warp for a chunk of 8 rows or fewer
     tile: int = 20  # more slots for every 8 rows more
     rotation: int = 131  # slots of a warp for four units, each a row's block of 128 inputs
-    rotated: int = 2550  # cycles until the first four units of every warp are rotated
-    apart: int = 4960  # cycles of a layer's rotation by a kernel of its own
+    rotated: int = 2000  # cycles until the first four units of every warp are rotated
+    apart: int = 4600  # cycles of a layer's rotation by a kernel of its own
     decoded: int = 560  # cycles of a chunk's decoding
     carried: int = 350  # cycles of a chunk's products and of handing the chain over
-    carried_tile: int = 100  # more cycles for every 8 rows more
+    carried_tile: int = 100  # more cycles for 8 rows more
+    carried_beside: int = 50  # the same of more than 16 rows, whose products do not wait for each other
     met: int = 2880  # cycles until a counter says that other blocks' sums are there, and they are
     passed: int = 1500  # the same of sums that say so themselves
-    late: int = 2700  # cycles of a block that cannot begin while the kernel before still runs
+    finished: int = 1200  # cycles until a warp has rotated out a block of four rows of more than 16
+    late: int = 1700  # cycles of a block that cannot begin while the kernel before runs, unless that rotates inputs
     room: float = 1 / 3  # of a multiprocessor's warps, which a block of no more warps finds free meanwhile
     no_room: float = 5 / 6  # the same that are never free
     read: int = 53  # bytes a cycle that a multiprocessor has of the second-level cache
@@ -321,11 +324,10 @@ def least_cost_shape(
 def possible_shapes(shards: int, chunks: int, rows: int) -> list[FewRowsShape]:
     """All that a block can be; none has more turns than the shortest shard has chunks."""
     resident, most_turns = RESIDENT_WARPS[tiles_of(rows)], max(1, min(MOST_TURNS, chunks // shards))
-    all_turns = range(1, most_turns + 1) if tiles_of(rows) <= 2 else (min(TURNS_OF_MANY, most_turns),)
     fits = operand_bytes(shards, chunks, rows) <= ROTATED_BYTES
     return [
         FewRowsShape(columns, turns, fused)
-        for turns in all_turns
+        for turns in range(1, most_turns + 1)
         for columns in range(1, resident // turns + 1)
         for fused in ((True, False) if fits else (False,))
     ]
@@ -343,7 +345,7 @@ def has_own_operand(shape: FewRowsShape, shards: int, chunks: int, rows: int) ->
 
 def shared_bytes(shape: FewRowsShape, shards: int, chunks: int, rows: int, twice_bits: int) -> int:
     """What a block takes: its warps' chunks, the chains that they hand over, and perhaps the rotated inputs."""
-    stages = 3 if twice_bits <= 8 else 2
+    stages = 3 if twice_bits <= 8 and tiles_of(rows) != 2 else 2
     taken = shape.columns * (shape.turns * stages * BLOCK * twice_bits + tiles_of(rows) * WARP * ALIGNED)
     return taken + (operand_bytes(shards, chunks, rows) if has_own_operand(shape, shards, chunks, rows) else 0)
 
@@ -358,17 +360,21 @@ def few_rows_cycles(
     fullest = -(-blocks // processors)
     rounds = ceil(fullest / (RESIDENT_WARPS[tiles_of(rows)] // warps))
     issued = warps * cost.begin + shape.columns * own_chunks * (cost.chunk + more_tiles * cost.tile)
-    carried = cost.carried + more_tiles * cost.carried_tile
+    carried = cost.carried + more_tiles * (cost.carried_tile if more_tiles <= 1 else cost.carried_beside)
     waited = own_chunks * max(carried, (cost.decoded + carried) / shape.turns)
     apart = 0 if shape.fused else len(tile_columns) * cost.apart
-    between = late_share(warps, blocks, rows, processors) * cost.late
+    between = 0.0
     if shape.fused:
+        between += late_share(warps, blocks, rows, processors) * cost.late
         issued += ceil(units / 4) * cost.rotation
         between += rounds * ceil(units / (4 * warps)) * cost.rotated
     if not passes_sums(shape, shards, rows):
         between += rounds * cost.met
     elif shape.columns % BLOCK_COLUMNS:
         between += rounds * cost.passed
+    if more_tiles > 1:
+        own_blocks = -(-shape.columns // BLOCK_COLUMNS)
+        between += ceil(own_blocks * ceil(rows / FINISHED_ROWS) / warps) * cost.finished
     times_read = 2 if shape.fused else 1 if has_own_operand(shape, shards, chunks, rows) else shape.columns
     read = fullest * times_read * operand_bytes(shards, chunks, rows) / cost.read
     # Warps that wait leave their slots to others, but not at the beginning and at the end.

@@ -13,7 +13,7 @@ WARP = 32
 ROW_TILE = 8  # rows of a product
 STAGES = 2  # chunks that a warp stages ahead
 CHAIN_BYTES = 16  # of a lane and 8 rows, that wait for their column's lower half
-MOST_WARPS = {1: 32, 2: 28}  # of a block, by its tiles of 8 rows; with more tiles columns are not dealt
+MOST_WARPS = 24  # of a block, as in few_rows_dealt.cu
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class DealtShape:
         chunks, left = divmod(handle.input_blocks * (BLOCK // TILE), self.chunk_tiles)
         fewest = chunks // 2 if self.halved else chunks
         room = self.shared_bytes(handle, rows) <= memory.most_shared_bytes()
-        return left == 0 and fewest >= STAGES and room and self.warps <= MOST_WARPS[row_tiles(rows)]
+        return left == 0 and fewest >= STAGES and room and self.warps <= MOST_WARPS
 
 
 # By tiles of 8 rows, the best first; the others are for little shared memory and for few inputs. Of two tiles a column

@@ -13,6 +13,12 @@ DEVICE int64 first_sum(const Sums& sums, int row, int column) {
     return static_cast<int64>(row) * sums.columns + column;
 }
 
+// The row so many after the first, or the last.
+template <int COUNT>
+DEVICE int row_of(const Sums& sums, int first, int number) {
+    return COUNT == 1 ? first : smaller(first + number, sums.rows - 1);
+}
+
 constexpr int TERMS_AHEAD = 4;  // that are on their way at a time
 
 // The sum of an output's terms up to `number`, the first of which begins it.
@@ -59,32 +65,53 @@ DEVICE float total_of(const Sums& sums, int row, int column) {
     return static_cast<float>(total);
 }
 
-// Four neighbouring outputs; the column is a multiple of 4, as are the columns.
-DEVICE void totals_of(const Sums& sums, int row, int column, float v[4]) {
+// Four neighbouring outputs of COUNT rows from `first` on, on their way together; rows past the last repeat it. The
+// column is a multiple of 4, as are the columns.
+template <int COUNT>
+DEVICE void totals_of_rows(const Sums& sums, int first, int column, float v[COUNT][4]) {
     const int64 stride = static_cast<int64>(sums.rows) * sums.columns;
-    const float* at = sums.values + first_sum(sums, row, column);
+    const float* at[COUNT];
+#pragma unroll
+    for (int row = 0; row < COUNT; row++)
+        at[row] = sums.values + first_sum(sums, row_of<COUNT>(sums, first, row), column);
     if (sums.terms == 1) {
-        const float4 four = fresh(reinterpret_cast<const float4*>(at));
-        v[0] = four.x, v[1] = four.y, v[2] = four.z, v[3] = four.w;
+#pragma unroll
+        for (int row = 0; row < COUNT; row++) {
+            const float4 four = fresh(reinterpret_cast<const float4*>(at[row]));
+            v[row][0] = four.x, v[row][1] = four.y, v[row][2] = four.z, v[row][3] = four.w;
+        }
         return;
     }
-    double totals[4] = {};
+    double totals[COUNT][4] = {};
 #pragma unroll 1
     for (int term = 0; term < sums.terms; term += TERMS_AHEAD) {
-        float4 next[TERMS_AHEAD];
+        float4 next[COUNT][TERMS_AHEAD];
 #pragma unroll
-        for (int i = 0; i < TERMS_AHEAD; i++)
-            next[i] = fresh(reinterpret_cast<const float4*>(at + smaller(term + i, sums.terms - 1) * stride));
+        for (int row = 0; row < COUNT; row++)
 #pragma unroll
-        for (int i = 0; i < TERMS_AHEAD; i++) {
-            totals[0] = with_term(totals[0], next[i].x, term + i, sums.terms);
-            totals[1] = with_term(totals[1], next[i].y, term + i, sums.terms);
-            totals[2] = with_term(totals[2], next[i].z, term + i, sums.terms);
-            totals[3] = with_term(totals[3], next[i].w, term + i, sums.terms);
-        }
+            for (int i = 0; i < TERMS_AHEAD; i++) {
+                const int own = smaller(term + i, sums.terms - 1);
+                next[row][i] = fresh(reinterpret_cast<const float4*>(at[row] + own * stride));
+            }
+#pragma unroll
+        for (int row = 0; row < COUNT; row++)
+#pragma unroll
+            for (int i = 0; i < TERMS_AHEAD; i++) {
+                totals[row][0] = with_term(totals[row][0], next[row][i].x, term + i, sums.terms);
+                totals[row][1] = with_term(totals[row][1], next[row][i].y, term + i, sums.terms);
+                totals[row][2] = with_term(totals[row][2], next[row][i].z, term + i, sums.terms);
+                totals[row][3] = with_term(totals[row][3], next[row][i].w, term + i, sums.terms);
+            }
     }
 #pragma unroll
-    for (int i = 0; i < 4; i++) v[i] = static_cast<float>(totals[i]);
+    for (int row = 0; row < COUNT; row++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) v[row][i] = static_cast<float>(totals[row][i]);
+}
+
+// The same of one row.
+DEVICE void totals_of(const Sums& sums, int row, int column, float v[4]) {
+    totals_of_rows<1>(sums, row, column, reinterpret_cast<float(*)[4]>(v));
 }
 
 // What becomes of a layer's sums: float y [rows, outputs]. No scales: a plain layer, not rotated.
@@ -107,10 +134,9 @@ DEVICE void store_outputs(const Finish& finish, int row, int column, const float
         if (column + i < finish.outputs) out[i] = v[i];
 }
 
-// Rotate one row's block of 128 sums out; v, and scale, hold those of columns 4 * lane to 4 * lane + 3 of the block.
-DEVICE void finish_scaled(const Finish& finish, int row, int block, float v[4], const float scale[4], int lane) {
+// Scale and store one row's block of 128 rotated sums; v, and scale, hold its columns 4 * lane to 4 * lane + 3.
+DEVICE void finish_rotated(const Finish& finish, int row, int block, float v[4], const float scale[4], int lane) {
     const int column = block * ROTATION + 4 * lane;
-    rotate_128(v, lane);
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         v[i] = v[i] * scale[i];
@@ -119,10 +145,34 @@ DEVICE void finish_scaled(const Finish& finish, int row, int block, float v[4], 
     store_outputs(finish, row, column, v);
 }
 
+// Rotate one row's block of 128 sums out.
+DEVICE void finish_scaled(const Finish& finish, int row, int block, float v[4], const float scale[4], int lane) {
+    rotate_128(v, lane);
+    finish_rotated(finish, row, block, v, scale, lane);
+}
+
 DEVICE void finish_block(const Finish& finish, int row, int block, float v[4], int lane) {
     float scale[4];
     load_halves(finish.scales + block * ROTATION + 4 * lane, scale);
     finish_scaled(finish, row, block, v, scale, lane);
+}
+
+// The same of COUNT rows from `first` on, of sums that were added up; rows past the last repeat it.
+template <int COUNT>
+DEVICE void finish_rows(const Sums& sums, const Finish& finish, int first, int block, int lane) {
+    float v[COUNT][4];
+    totals_of_rows<COUNT>(sums, first, block * ROTATION + 4 * lane, v);
+    if (COUNT == 1) {
+        finish_block(finish, first, block, v[0], lane);
+        return;
+    }
+    float scale[4];
+    load_halves(finish.scales + block * ROTATION + 4 * lane, scale);
+#pragma unroll
+    for (int row = 0; row < COUNT; row++) rotate_128(v[row], lane);
+#pragma unroll
+    for (int row = 0; row < COUNT; row++)
+        finish_rotated(finish, row_of<COUNT>(sums, first, row), block, v[row], scale, lane);
 }
 
 // Count `count` arrivals at a counter by one thread; whether they complete it, which then is 0 again. What others wrote

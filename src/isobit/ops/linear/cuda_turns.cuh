@@ -78,10 +78,16 @@ DEVICE void pass(PassedBarrier barrier, int lane) {
 #endif
 }
 
-// By one warp: wait for the `count`th pass, 1 the first. There is never one more before the wait has ended.
+// By one warp: wait for the `count`th pass, 1 the first, or for none. There is never one more before the wait has ended.
+// Each lane waits by itself: what all lanes must have waited for takes a __syncwarp, or is a product.
 DEVICE void wait_for_pass(PassedBarrier barrier, int count) {
 #ifdef EMULATED
-    while (*barrier < static_cast<uint64>(count)) emulator::pause(emulator::READY);
+    // A GPU knows the passes by their parity only.
+    const auto passes = [=] { return static_cast<int>(*barrier); };
+    if (passes() + 1 < count) emulator::problem = "a warp waits for a pass before the one before it";
+    while (passes() < count) emulator::pause(emulator::READY);
+    if (passes() > count) emulator::problem = "a barrier is passed again before a wait for it has ended";
+    __syncwarp();
 #else
     const unsigned parity = (count - 1) & 1;
     int done;
@@ -96,5 +102,4 @@ DEVICE void wait_for_pass(PassedBarrier barrier, int count) {
                      : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
     } while (!done);
 #endif
-    __syncwarp();
 }

@@ -6,6 +6,7 @@
 #include "ops/linear/cuda_finish.cuh"
 #include "ops/linear/cuda_passed.cuh"
 #include "ops/linear/cuda_turns.cuh"
+#include "ops/linear/rotate_half_warp.cuh"
 #include "ops/linear/rotate_octet.cuh"
 #include "ops/linear/staged.cuh"
 #include "ops/linear/trellis.cuh"
@@ -17,6 +18,9 @@
 #ifndef ROW_TILES
 #define ROW_TILES 1
 #endif
+#ifndef ONE_ROW
+#define ONE_ROW 0
+#endif
 #ifndef FUSED
 #define FUSED 1
 #endif
@@ -24,15 +28,18 @@
 #define SHARED_OPERAND 1
 #endif
 
-constexpr int MOST_WARPS = ROW_TILES <= 2 ? 24 : 8;
+constexpr int MOST_WARPS = ROW_TILES <= 2 ? 24 : 12;
 constexpr int MOST_LAYERS = 4;
 constexpr int LONG_SHARDS = 4;
 constexpr int BLOCK_COLUMNS = ROTATION / TILE;
 constexpr int MOST_MET = (MOST_WARPS + BLOCK_COLUMNS - 2) / BLOCK_COLUMNS + 1;  // blocks of outputs that columns meet
 constexpr int CHUNK_TILES = 8;  // a turn: 128 inputs
-constexpr int EARLY = ROW_TILES == 1 ? 4 : 1;  // quarters of inputs loaded before a turn
+constexpr int EARLY = ROW_TILES == 2 ? 1 : ROW_TILES == 8 ? 2 : 4;  // quarters of inputs loaded before a turn
+constexpr int SIDE_BY_SIDE = ROW_TILES <= 2 ? 1 : ROW_TILES;  // tiles of rows whose products do not wait for each other
+constexpr int FINISHED_ROWS = ROW_TILES <= 2 ? 1 : 4;  // that a warp rotates out together
 constexpr bool FROM_SHARED = FUSED || SHARED_OPERAND;
-constexpr int STAGES = TWICE_BITS <= 8 ? 3 : 2;
+constexpr bool PAST_THE_LAST = !FROM_SHARED && ROW_TILES > 2;  // whole tiles of rows are read, whatever lies there
+constexpr int STAGES = TWICE_BITS <= 8 && ROW_TILES != 2 ? 3 : 2;
 constexpr int CHUNK_WORDS = CHUNK_TILES * tile_words(TWICE_BITS), CHUNK_BYTES = 4 * CHUNK_WORDS;
 constexpr int PIECES = CHUNK_WORDS / 4;  // of 16 bytes
 constexpr int LANE_PIECES = (PIECES + WARP - 1) / WARP;
@@ -85,14 +92,12 @@ struct ChunkRing {
         if constexpr (NUMBER + 1 < CHUNK_TILES) decode_from<NUMBER + 1>(fragments);
     }
 
-    // Decode the next chunk, and stage one chunk more.
-    __device__ __forceinline__ void decode(unsigned fragments[CHUNK_TILES][4], const uint4* trellis, bool more,
-                                           int lane) {
+    // Decode the current chunk; it is then to be advanced over.
+    __device__ __forceinline__ void decode(unsigned fragments[CHUNK_TILES][4]) const {
         copy_async_wait<STAGES - 1>();
         __syncwarp();
         decode_from(fragments);
         __syncwarp();
-        advance(trellis, more, lane);
     }
 };
 
@@ -103,9 +108,9 @@ struct Operand {
     unsigned places[ROW_TILES];
 
     __device__ __forceinline__ uint4 at(int quarter, int tile) const {
-        const unsigned place = places[tile] + quarter * stride;
+        const unsigned place = places[PAST_THE_LAST ? 0 : tile] + quarter * stride;
         if constexpr (FROM_SHARED) return four_at<0>(place);
-        return *reinterpret_cast<const uint4*>(inputs + place);
+        return reinterpret_cast<const uint4*>(inputs + place)[PAST_THE_LAST ? WARP * tile : 0];
     }
     __device__ __forceinline__ void skip(unsigned bytes) {
 #pragma unroll
@@ -120,18 +125,31 @@ DEVICE void load_early(uint4 early[EARLY][ROW_TILES], const Operand& operand) {
         for (int tile = 0; tile < ROW_TILES; tile++) early[quarter][tile] = operand.at(quarter, tile);
 }
 
-// Carry the chains over one chunk; early: the operand's first quarters, already here.
+// Carry the chains over one chunk; early: the operand's first quarters, already here. meanwhile: what else to do, between
+// products that wait for each other.
+template <typename Meanwhile>
 DEVICE void carry(float chains[ROW_TILES][4], const unsigned fragments[CHUNK_TILES][4],
-                  const uint4 early[EARLY][ROW_TILES], const Operand& operand) {
+                  const uint4 early[EARLY][ROW_TILES], const Operand& operand, Meanwhile&& meanwhile) {
 #pragma unroll
     for (int quarter = 0; quarter < CHUNK_TILES / 2; quarter++) {
 #pragma unroll
-        for (int tile = 0; tile < ROW_TILES; tile++) {
-            const uint4 pairs = quarter < EARLY ? early[quarter][tile] : operand.at(quarter, tile);
-            const unsigned even[2] = {pairs.x, pairs.y}, odd[2] = {pairs.z, pairs.w};
-            mma_16x8x16(chains[tile], fragments[2 * quarter], even);
-            mma_16x8x16(chains[tile], fragments[2 * quarter + 1], odd);
+        for (int first = 0; first < ROW_TILES; first += SIDE_BY_SIDE) {
+            uint4 pairs[SIDE_BY_SIDE];
+#pragma unroll
+            for (int i = 0; i < SIDE_BY_SIDE; i++)
+                pairs[i] = quarter < EARLY ? early[quarter][first + i] : operand.at(quarter, first + i);
+#pragma unroll
+            for (int i = 0; i < SIDE_BY_SIDE; i++) {
+                const unsigned even[2] = {pairs[i].x, pairs[i].y};
+                mma_16x8x16(chains[first + i], fragments[2 * quarter], even);
+            }
+#pragma unroll
+            for (int i = 0; i < SIDE_BY_SIDE; i++) {
+                const unsigned odd[2] = {pairs[i].z, pairs[i].w};
+                mma_16x8x16(chains[first + i], fragments[2 * quarter + 1], odd);
+            }
         }
+        if (quarter == 0) meanwhile();
     }
 }
 
@@ -144,10 +162,11 @@ DEVICE void fetch_scales(const half_bits* input_scales, int first_input, int inp
     if (at < outputs) fetch_line(output_scales + first_output + at);
 }
 
-// One layer of a launch. x: float [rows, inputs], or, where not FUSED, what rotate_few made of it. values: float
-// [shards, rows, 16 * columns], written and read here, with counters: zeros, one a block of 128 outputs. No values: only
-// of one shard; sums go from block to block by way of passed: zeros [rows or more, 16 * columns], of which blocks of
-// whole 128 outputs use none. first_block: of the launch's, which are its layers' in turn.
+// One layer of a launch. x: float [rows, inputs], or, where not FUSED, what rotate_few made of it, with room behind it
+// for the rows that whole tiles have more. values: float [shards, rows, 16 * columns], written and read here, with
+// counters: zeros, one a block of 128 outputs. No values: only of one shard; sums go from block to block by way of
+// passed: zeros [rows or more, 16 * columns], of which blocks of whole 128 outputs use none. first_block: of the
+// launch's, which are its layers' in turn.
 struct Layer {
     const uint4* trellis;
     const half_bits* input_scales;
@@ -190,30 +209,33 @@ DEVICE void finish_blocks(const Sums& sums, const Finish& finish, int* counters,
         last[lane] = completes(counters + block, end - begin, BLOCK_COLUMNS * shards);
     }
     __syncthreads();
-    for (int unit = warp; unit < met * sums.rows; unit += warps) {
-        const int own = unit / sums.rows, row = unit - own * sums.rows, block = first_block + own;
-        if (!last[own]) continue;
-        float v[4];
-        totals_of(sums, row, block * ROTATION + 4 * lane, v);
-        finish_block(finish, row, block, v, lane);
+    const int groups = (sums.rows + FINISHED_ROWS - 1) / FINISHED_ROWS;
+    for (int unit = warp; unit < met * groups; unit += warps) {
+        const int own = unit / groups, group = unit - own * groups;
+        if (last[own]) finish_rows<FINISHED_ROWS>(sums, finish, FINISHED_ROWS * group, first_block + own, lane);
     }
 }
 
-// Rotate out the blocks of 128 outputs whose last column this thread block has: `chains` as its warps hand them over,
-// sums of the columns before its own from those who pass them, which are blocks that begin no later.
-DEVICE void finish_own_blocks(const float* chains, uint64* passed, const Finish& finish, int first, int count, int rows,
-                              int outputs, int warp, int warps, int lane) {
-    const int first_block = first / BLOCK_COLUMNS, owned = (first + count) / BLOCK_COLUMNS - first_block;
-    __syncthreads();
-#pragma unroll 1
-    for (int unit = warp; unit < owned * rows; unit += warps) {
-        const int own = rows == 1 ? unit : unit / rows, row = unit - own * rows, block = first_block + own;
-        const int output = block * ROTATION + 4 * lane, column = output / TILE - first;
-        float scale[4], v[4];
+// A row of a block of 128 outputs that a warp rotates out, from where its lanes find their sums on.
+struct OwnRow {
+    int block, row, column;  // of tiles, from the thread block's first; before it: of others
+    float scale[4], v[4];
+
+    // The scales, and the sums of columns before the thread block's own, from those who pass them: blocks that begin no
+    // later.
+    __device__ __forceinline__ OwnRow(const Finish& finish, uint64* passed, int unit, int first, int rows, int outputs,
+                                      int lane) {
+        const int own = rows == 1 ? unit : unit / rows;
+        row = unit - own * rows, block = first / BLOCK_COLUMNS + own;
+        const int output = block * ROTATION + 4 * lane;
+        column = output / TILE - first;
         load_halves(finish.scales + output, scale);
-        if (column < 0) {
-            take_sums(passed + static_cast<int64>(row) * outputs + output, v);
-        } else {
+        if (column < 0) take_sums(passed + static_cast<int64>(row) * outputs + output, v);
+    }
+
+    // The others as this block's warps hand them over.
+    __device__ __forceinline__ void finish(const Finish& finish, const float* chains, int lane) {
+        if (column >= 0) {
             // Outputs 4 * lane on, of a column the 16 / 4 of four lanes: the C operand's register 2 * (output / 8) +
             // row % 2 of lane 4 * (output % 8) + row % 8 / 2.
             const float* at = chains + ((column * ROW_TILES + row / 8) * WARP + lane % 2 * 16 + row % 8 / 2) * 4;
@@ -223,14 +245,32 @@ DEVICE void finish_own_blocks(const float* chains, uint64* passed, const Finish&
         __syncwarp();
         finish_scaled(finish, row, block, v, scale, lane);
     }
+};
+
+// Rotate out the blocks of 128 outputs whose last column this thread block has. order: of this warp among those that are
+// done, since the first ones need not wait for the block's own sums before they take others'.
+DEVICE void finish_own_blocks(const float* chains, uint64* passed, const Finish& finish, int first, int count, int rows,
+                              int outputs, int order, int warps, int lane) {
+    const int units = ((first + count) / BLOCK_COLUMNS - first / BLOCK_COLUMNS) * rows;
+    if (order >= units) {
+        __syncthreads();
+        return;
+    }
+    OwnRow own(finish, passed, order, first, rows, outputs, lane);
+    __syncthreads();
+    own.finish(finish, chains, lane);
+#pragma unroll 1
+    for (int unit = order + warps; unit < units; unit += warps)
+        OwnRow(finish, passed, unit, first, rows, outputs, lane).finish(finish, chains, lane);
 }
 
 // grid (blocks of all layers, shards), threads (32, turns, columns). The layers have `chunks` blocks of 128 inputs; the
-// rotated inputs of those that are not FUSED are copied first where SHARED_OPERAND.
+// rotated inputs of those that are not FUSED are copied first where SHARED_OPERAND. ONE_ROW: there is only one.
 extern "C" __global__ void __launch_bounds__(MOST_WARPS * WARP)
-few_rows(const __grid_constant__ Layers layers, int chunks, int rows, int inputs, int whole) {
+few_rows(const __grid_constant__ Layers layers, int chunks, int all_rows, int inputs, int whole) {
     DYNAMIC_SHARED(unsigned, shared);
     __shared__ uint64 barriers[MOST_WARPS];
+    const int rows = ONE_ROW ? 1 : all_rows;
     const int lane = remembered(threadIdx.x), turn = threadIdx.y, own_column = threadIdx.z;
     const int turns = blockDim.y, columns = blockDim.z, warp = own_column * turns + turn, warps = columns * turns;
     const int thread = warp * WARP + lane;
@@ -244,6 +284,8 @@ few_rows(const __grid_constant__ Layers layers, int chunks, int rows, int inputs
     const int last_chunk = first_chunk_of(shard + 1, shards, chunks);
 
     const unsigned* stages = shared + warp * STAGES * CHUNK_WORDS;
+    float4* handed = reinterpret_cast<float4*>(shared + warps * STAGES * CHUNK_WORDS);
+    uint4* own_inputs = reinterpret_cast<uint4*>(handed + columns * ROW_TILES * WARP);
     const int own_first = first_chunk + turn;
     const bool real = column < tile_columns;
     unsigned fragments[CHUNK_TILES][4];
@@ -255,31 +297,40 @@ few_rows(const __grid_constant__ Layers layers, int chunks, int rows, int inputs
         begin_passing(barriers + warp, lane);
         fetch_scales(layer.input_scales, first_chunk * ROTATION, (last_chunk - first_chunk) * ROTATION,
                      layer.output_scales, first_column * TILE, count * TILE, thread);
-        if (real) ring.decode(fragments, trellis, own_first + STAGES * turns < last_chunk, lane);
+        // All stages are staged: the current one is the first again.
+        if (real) ring.decode(fragments);
     }
-
-    await_inputs();
-    float4* handed = reinterpret_cast<float4*>(shared + warps * STAGES * CHUNK_WORDS);
-    uint4* own_inputs = reinterpret_cast<uint4*>(handed + columns * ROW_TILES * WARP);
     const uint4* rotated = static_cast<const uint4*>(layer.x) + first_chunk * 16 * rows;
 #if FUSED
     const int units = rows * (last_chunk - first_chunk);
     const float* x = static_cast<const float*>(layer.x);
     unsigned* pairs = reinterpret_cast<unsigned*>(own_inputs);
-    if (units <= 2 * warps)
-        rotate_few_units(pairs, x, layer.input_scales, first_chunk, units, rows, inputs, whole, warp, warps, lane);
-    else
+    const half_warp::Unit unit(pairs, x, layer.input_scales, first_chunk, units, rows, inputs, whole, warp, lane);
+#endif
+    await_inputs_alone();
+#if FUSED
+    if (units > half_warp::UNITS * warps)
         rotate_units(pairs, x, layer.input_scales, first_chunk, 0, units, rows, inputs, whole, thread, warps * WARP);
+    else if (half_warp::UNITS * warp < units)
+        unit.rotate();
 #elif SHARED_OPERAND
-#pragma unroll 4
+#pragma unroll 8
     for (int i = thread; i < (last_chunk - first_chunk) * 16 * rows; i += warps * WARP) own_inputs[i] = rotated[i];
 #endif
+    // The chains begin at zero.
+    if (turn == 0) {
+        const float zeros[4] = {};
+#pragma unroll
+        for (int tile = 0; tile < ROW_TILES; tile++)
+            store_four(offset_of(handed + own_column * ROW_TILES * WARP + lane) + 16 * WARP * tile, zeros);
+    }
     __syncthreads();
+    let_next_begin();
     const bool passes = layer.values == nullptr;
     if (real) {
         // Made anew: the rotation has no registers for it.
         const int own_lane = remembered(threadIdx.x);
-        ChunkRing ring(stages, tile_columns, column, own_first + (STAGES + 1) * turns, STAGES + 1, turns, own_lane);
+        ChunkRing ring(stages, tile_columns, column, own_first + STAGES * turns, STAGES, turns, own_lane);
         ring.remember();
         Operand operand = {reinterpret_cast<const unsigned char*>(rotated), 64u * rows};
 #pragma unroll
@@ -298,20 +349,16 @@ few_rows(const __grid_constant__ Layers layers, int chunks, int rows, int inputs
         for (;; chunk += turns, round++) {
             // From shared memory they come in time, and decoding has more registers.
             if (FROM_SHARED) load_early(early, operand);
+            // No one is awaited before the column's first turn.
+            wait_for_pass(own_barrier, round);
 #pragma unroll
-            for (int tile = 0; tile < ROW_TILES; tile++)
-#pragma unroll
-                for (int i = 0; i < 4; i++) chains[tile][i] = 0.0f;
-            if (chunk > first_chunk) {
-                wait_for_pass(own_barrier, round);
-#pragma unroll
-                for (int tile = 0; tile < ROW_TILES; tile++) {
-                    const uint4 c = four_at<0>(own_handed + 16 * WARP * tile);
-                    chains[tile][0] = float_of(c.x), chains[tile][1] = float_of(c.y);
-                    chains[tile][2] = float_of(c.z), chains[tile][3] = float_of(c.w);
-                }
+            for (int tile = 0; tile < ROW_TILES; tile++) {
+                const uint4 c = four_at<0>(own_handed + 16 * WARP * tile);
+                chains[tile][0] = float_of(c.x), chains[tile][1] = float_of(c.y);
+                chains[tile][2] = float_of(c.z), chains[tile][3] = float_of(c.w);
             }
-            carry(chains, fragments, early, operand);
+            carry(chains, fragments, early, operand,
+                  [&] { ring.advance(trellis, chunk + STAGES * turns < last_chunk, own_lane); });
             operand.skip(turns * 4 * operand.stride);
             if (chunk + 1 == last_chunk) break;
 #pragma unroll
@@ -319,7 +366,7 @@ few_rows(const __grid_constant__ Layers layers, int chunks, int rows, int inputs
             pass(next_barrier, own_lane);
             if (chunk + turns >= last_chunk) break;
             if (!FROM_SHARED) load_early(early, operand);
-            ring.decode(fragments, trellis, chunk + (STAGES + 1) * turns < last_chunk, own_lane);
+            ring.decode(fragments);
         }
         if (chunk + 1 == last_chunk) {
             const int width = tile_columns * TILE;
@@ -336,8 +383,9 @@ few_rows(const __grid_constant__ Layers layers, int chunks, int rows, int inputs
     }
     const Finish finish = {layer.output_scales, layer.bias, layer.y, static_cast<int>(layer.outputs)};
     if (passes) {
+        const int turns_since_last = (turn + turns - (last_chunk - first_chunk) % turns) % turns;
         finish_own_blocks(reinterpret_cast<const float*>(handed), layer.passed, finish, first_column, count, rows,
-                          tile_columns * TILE, warp, warps, lane);
+                          tile_columns * TILE, turns_since_last * columns + own_column, warps, lane);
         return;
     }
     const Sums sums = {layer.values, shards, rows, tile_columns * TILE};

@@ -22,15 +22,17 @@
 #define OPERAND_ROWS 1
 #endif
 
-constexpr int MOST_WARPS = ROW_TILES == 1 ? 32 : 28;
-constexpr int GROUP_TILES = 8;  // 128 inputs
+constexpr int MOST_WARPS = 24;
+constexpr int STEP_TILES = ROW_TILES == 1 ? 8 : 4;  // that are decoded between products
 constexpr int STAGES = 2;
+constexpr int COPIED = (OPERAND_ROWS + 1) / 2;  // pieces of the operand that a thread copies together
+constexpr int FINISHED_ROWS = OPERAND_ROWS == 1 ? 1 : 4;  // that a warp rotates out together
 constexpr int WORDS = tile_words(TWICE_BITS);
 constexpr int CHUNK_BYTES = CHUNK_TILES * WORDS * 4;  // tiles one below the other
 constexpr int PIECES = CHUNK_TILES * TWICE_BITS;  // of 16 bytes
 constexpr int LANE_PIECES = (PIECES + WARP - 1) / WARP;
 
-static_assert(CHUNK_TILES % GROUP_TILES == 0, "a chunk must be whole groups");
+static_assert(CHUNK_TILES % (ROTATION / TILE) == 0, "a chunk must be whole blocks of inputs");
 
 // The counter's number before, one higher after.
 DEVICE int drawn(int* counter) {
@@ -137,36 +139,71 @@ DEVICE void finish_column(const Sums& sums, const Finish& finish, int* counters,
     if (!shuffle(last, 0)) return;
     __syncwarp();
 #pragma unroll 1
-    for (int row = 0; row < sums.rows; row++) {
-        float v[4];
-        totals_of(sums, row, block * ROTATION + 4 * lane, v);
-        finish_block(finish, row, block, v, lane);
-    }
+    for (int row = 0; row < sums.rows; row += FINISHED_ROWS) finish_rows<FINISHED_ROWS>(sums, finish, row, block, lane);
 }
 
-// Carry the chains over two tiles, the PAIR-th of a group.
-template <int PAIR>
-DEVICE void carry_two(float chains[ROW_TILES][4], const LaneWords<TWICE_BITS>& words, unsigned stage, unsigned shift,
-                      unsigned operand) {
-    uint4 pairs[ROW_TILES];
-#pragma unroll
-    for (int tile = 0; tile < ROW_TILES; tile++) pairs[tile] = four_at<PAIR * 64 * OPERAND_ROWS>(operand + tile * 512);
-    unsigned even[4], odd[4];
-    decode_window<CODEBOOK>(words.template window<2 * PAIR>(stage, shift), even);
-    decode_window<CODEBOOK>(words.template window<2 * PAIR + 1>(stage, shift), odd);
-#pragma unroll
-    for (int tile = 0; tile < ROW_TILES; tile++) {
-        const unsigned upper[2] = {pairs[tile].x, pairs[tile].y}, lower[2] = {pairs[tile].z, pairs[tile].w};
-        mma_16x8x16(chains[tile], even, upper);
-        mma_16x8x16(chains[tile], odd, lower);
-    }
+// A boundary that the compiler moves nothing over, since it would go on only if the value is not all ones, which no pair
+// of decoded values is.
+DEVICE void keep_apart(unsigned value) {
+#ifndef EMULATED
+    asm volatile("{\n\t.reg .pred none;\n\tsetp.eq.u32 none, %0, 0xFFFFFFFF;\n\t@none trap;\n\t}" ::"r"(value) : "memory");
+#endif
 }
 
-// Copy rotate_few's array to shared memory, OPERAND_ROWS rows apart; rows past the last repeat it.
+template <int FIRST, int NUMBER = 0>
+DEVICE void decode_from(unsigned (&fragments)[STEP_TILES][4], const LaneWords<TWICE_BITS>& words, unsigned stage,
+                        unsigned shift) {
+    decode_window<CODEBOOK>(words.template window<FIRST + NUMBER>(stage, shift), fragments[NUMBER]);
+    if constexpr (NUMBER + 1 < STEP_TILES) decode_from<FIRST, NUMBER + 1>(fragments, words, stage, shift);
+}
+
+template <int FIRST, int NUMBER = 0>
+DEVICE void read_inputs(uint4 (&pairs)[STEP_TILES / 2][ROW_TILES], unsigned operand) {
+#pragma unroll
+    for (int tile = 0; tile < ROW_TILES; tile++)
+        pairs[NUMBER][tile] = four_at<(FIRST / 2 + NUMBER) * 64 * OPERAND_ROWS>(operand + tile * 512);
+    if constexpr (2 * NUMBER + 2 < STEP_TILES) read_inputs<FIRST, NUMBER + 1>(pairs, operand);
+}
+
+// Carry the chains over STEP_TILES tiles of a chunk, from its FIRST on, and over those after them. Several are decoded
+// between products: the compiler has the operations of different tiles take turns on the pipes, but not across products.
+template <int FIRST>
+DEVICE void carry_from(float chains[ROW_TILES][4], const LaneWords<TWICE_BITS>& words, unsigned stage, unsigned shift,
+                       unsigned operand) {
+    unsigned fragments[STEP_TILES][4];
+    uint4 pairs[STEP_TILES / 2][ROW_TILES];
+    decode_from<FIRST>(fragments, words, stage, shift);
+    read_inputs<FIRST>(pairs, operand);
+    keep_apart(fragments[STEP_TILES - 1][3]);
+#pragma unroll
+    for (int i = 0; i < STEP_TILES; i++) {
+#pragma unroll
+        for (int tile = 0; tile < ROW_TILES; tile++) {
+            const uint4& four = pairs[i / 2][tile];
+            const unsigned inputs[2] = {i % 2 ? four.z : four.x, i % 2 ? four.w : four.y};
+            mma_16x8x16(chains[tile], fragments[i], inputs);
+        }
+    }
+    if constexpr (FIRST + STEP_TILES < CHUNK_TILES) carry_from<FIRST + STEP_TILES>(chains, words, stage, shift, operand);
+}
+
+// Copy rotate_few's array to shared memory, OPERAND_ROWS rows apart; rows past the last repeat it. Plain loads, several
+// on their way together: copies in groups would be waited for with all of the weights before them.
 DEVICE void copy_operand(uint4* own, const uint4* operand, int pieces, int rows) {
-    for (int i = threadIdx.x; i < pieces * OPERAND_ROWS; i += blockDim.x) {
-        const int row = smaller(i / 4 % OPERAND_ROWS, rows - 1);
-        own[i] = operand[(i / (4 * OPERAND_ROWS) * rows + row) * 4 + i % 4];
+    const int count = pieces * OPERAND_ROWS;
+    for (int first = threadIdx.x; first < count; first += COPIED * blockDim.x) {
+        uint4 next[COPIED];
+#pragma unroll
+        for (int n = 0; n < COPIED; n++) {
+            const int i = smaller(first + n * static_cast<int>(blockDim.x), count - 1);
+            const int row = smaller(i / 4 % OPERAND_ROWS, rows - 1);
+            next[n] = operand[(i / (4 * OPERAND_ROWS) * rows + row) * 4 + i % 4];
+        }
+#pragma unroll
+        for (int n = 0; n < COPIED; n++) {
+            const int i = first + n * static_cast<int>(blockDim.x);
+            if (i < count) own[i] = next[n];
+        }
     }
 }
 
@@ -180,7 +217,7 @@ few_rows_dealt(const uint4* __restrict__ trellis, const uint4* operand, float* v
                int most_halved) {
     DYNAMIC_SHARED(unsigned, shared);
     const int lane = remembered(threadIdx.x % WARP), warp = threadIdx.x / WARP, warps = blockDim.x / WARP;
-    const int chunks = input_blocks * GROUP_TILES / CHUNK_TILES;
+    const int chunks = input_blocks * (ROTATION / TILE) / CHUNK_TILES;
     const int columns = (tile_columns - blockIdx.x + gridDim.x - 1) / gridDim.x;
     uint4* own_operand = reinterpret_cast<uint4*>(shared + warps * STAGES * CHUNK_BYTES / 4);
     float4* waiting = reinterpret_cast<float4*>(own_operand + input_blocks * 16 * OPERAND_ROWS);
@@ -222,15 +259,8 @@ few_rows_dealt(const uint4* __restrict__ trellis, const uint4* operand, float* v
         for (int chunk = 0; chunk < unit.count; chunk++) {
             copy_async_wait<STAGES - 1>();
             __syncwarp();
-#pragma unroll 2
-            for (unsigned group = 0; group < CHUNK_BYTES; group += GROUP_TILES * WORDS * 4) {
-                const unsigned stage = ring.stage + group;
-                carry_two<0>(chains, words, stage, place.shift, input_place);
-                carry_two<1>(chains, words, stage, place.shift, input_place);
-                carry_two<2>(chains, words, stage, place.shift, input_place);
-                carry_two<3>(chains, words, stage, place.shift, input_place);
-                input_place += GROUP_TILES / 2 * 64 * OPERAND_ROWS;
-            }
+            carry_from<0>(chains, words, ring.stage, place.shift, input_place);
+            input_place += CHUNK_TILES / 2 * 64 * OPERAND_ROWS;
             __syncwarp();
             ring.advance(trellis, deal, lane);
         }

@@ -21,6 +21,7 @@ constexpr int BLOCK_WARPS = ROW_TILES <= 2 ? 8 : 4;
 constexpr int BLOCKS = ROW_TILES == 4 ? 4 : 3;  // of a multiprocessor
 constexpr int CHUNK_TILES = WARP_COLUMNS == 1 ? 8 : 4;  // one below the other, 16 inputs each
 constexpr int STAGES = 3;
+constexpr int FINISHED_ROWS = ROW_TILES == 1 ? 1 : 4;  // that a warp rotates out together
 constexpr int WORDS = tile_words(TWICE_BITS);
 constexpr int ROW_PIECES = WARP_COLUMNS * TWICE_BITS;  // of 16 bytes, of a warp's tiles beside each other
 constexpr int PIECES = CHUNK_TILES * ROW_PIECES;
@@ -79,11 +80,7 @@ DEVICE void finish_columns(const Sums& sums, const Finish& finish, int* counters
     if (!shuffle(last, 0)) return;
     __syncwarp();
 #pragma unroll 1
-    for (int row = 0; row < sums.rows; row++) {
-        float v[4];
-        totals_of(sums, row, block * ROTATION + 4 * lane, v);
-        finish_block(finish, row, block, v, lane);
-    }
+    for (int row = 0; row < sums.rows; row += FINISHED_ROWS) finish_rows<FINISHED_ROWS>(sums, finish, row, block, lane);
 }
 
 // Any grid, 32 * BLOCK_WARPS threads. Layers of one k-shard, tile_columns a multiple of 8. operand: rotate_few

@@ -7,7 +7,9 @@ constexpr int INPUT_WARPS = 8, WARP_ROWS = 4;
 // For few rows, in the order of rotate_units. grid (ceil(rows * blocks / 32)), 256 threads: eight lanes a row's block.
 extern "C" __global__ void rotate_few(
     const float* x, const half_bits* scales, unsigned* operand, int rows, int inputs, int blocks, int whole) {
-    await_inputs();
+    // The next kernel reads only constants before it has awaited this one, and so those before.
+    let_next_begin();
+    await_inputs_alone();
     const int first = blockIdx.x * (INPUT_WARPS * WARP / octet::LANES), units = rows * blocks;
     rotate_units(operand, x, scales, 0, first, smaller(first + INPUT_WARPS * WARP / octet::LANES, units), rows, inputs,
                  whole, threadIdx.x, blockDim.x);

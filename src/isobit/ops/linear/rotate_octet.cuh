@@ -104,34 +104,3 @@ DEVICE void rotate_units(unsigned* operand, const float* x, const half_bits* sca
                            half_pair_of(v[4 * quarter + 2], v[4 * quarter + 3]));
     }
 }
-
-// The same by whole warps, for so few units that octets would leave warps without: each has its next two on their way.
-DEVICE void rotate_few_units(unsigned* operand, const float* x, const half_bits* scales, int first_block, int units,
-                             int rows, int inputs, bool whole, int warp, int warps, int lane) {
-    constexpr int AT_ONCE = 2;
-#pragma unroll 1
-    for (int first = warp; first < units; first += AT_ONCE * warps) {
-        float v[AT_ONCE][4], scale[AT_ONCE][4];
-        int blocks[AT_ONCE], own_rows[AT_ONCE];
-#pragma unroll
-        for (int i = 0; i < AT_ONCE; i++) {
-            const int unit = smaller(first + i * warps, units - 1);
-            blocks[i] = rows == 1 ? unit : unit / rows;
-            own_rows[i] = unit - blocks[i] * rows;
-            const int column = (first_block + blocks[i]) * ROTATION + 4 * lane;
-            load_inputs(x + static_cast<int64>(own_rows[i]) * inputs, column, inputs, whole, v[i]);
-            load_halves(scales + column, scale[i]);
-        }
-#pragma unroll
-        for (int i = 0; i < AT_ONCE; i++) {
-            if (first + i * warps >= units) break;
-            const uint2 pairs = rotated(v[i], scale[i], lane);
-            const int quarter = blocks[i] * 4 + lane / 8;
-            unsigned* at = operand + (static_cast<int64>(quarter) * rows + own_rows[i]) * 16;
-            // Of 32 inputs the lane has number 4 * (lane % 8) and the three that follow.
-            at += lane % 2 * 8 + lane % 8 / 2;
-            at[0] = pairs.x;
-            at[4] = pairs.y;
-        }
-    }
-}
