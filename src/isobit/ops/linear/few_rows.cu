@@ -75,12 +75,10 @@ struct ChunkRing {
 
     // Stage one chunk more, if there is one, where the current one lies, and go on to the next.
     __device__ __forceinline__ void advance(const uint4* trellis, bool more, int lane) {
-        if (more) {
 #pragma unroll
-            for (int i = 0; i < LANE_PIECES; i++)
-                if (PIECES % WARP == 0 || i * WARP + lane < PIECES)
-                    stage_piece(target + stage + 16 * WARP * i, trellis + (position + offsets[i]));
-        }
+        for (int i = 0; i < LANE_PIECES; i++)
+            stage_piece_if(more && (PIECES % WARP == 0 || i * WARP + lane < PIECES), target + stage + 16 * WARP * i,
+                           trellis + (position + offsets[i]));
         copy_async_commit();
         position += step;
         stage = stage == (STAGES - 1) * CHUNK_BYTES ? 0 : stage + CHUNK_BYTES;
@@ -92,12 +90,12 @@ struct ChunkRing {
         if constexpr (NUMBER + 1 < CHUNK_TILES) decode_from<NUMBER + 1>(fragments);
     }
 
-    // Decode the current chunk; it is then to be advanced over.
+    // Decode the current chunk; it is advanced over between the products of what this gives, which all lanes have then.
     __device__ __forceinline__ void decode(unsigned fragments[CHUNK_TILES][4]) const {
         copy_async_wait<STAGES - 1>();
         __syncwarp();
         decode_from(fragments);
-        __syncwarp();
+        if (EVERY_LANE_ARRIVES) __syncwarp();
     }
 };
 
@@ -291,14 +289,17 @@ few_rows(const __grid_constant__ Layers layers, int chunks, int all_rows, int in
     unsigned fragments[CHUNK_TILES][4];
     {
         ChunkRing ring(stages, tile_columns, column, own_first, 0, turns, lane);
-#pragma unroll
-        for (int stage = 0; stage < STAGES; stage++)
-            ring.advance(trellis, real && own_first + stage * turns < last_chunk, lane);
+        ring.advance(trellis, real, lane);
         begin_passing(barriers + warp, lane);
         fetch_scales(layer.input_scales, first_chunk * ROTATION, (last_chunk - first_chunk) * ROTATION,
                      layer.output_scales, first_column * TILE, count * TILE, thread);
-        // All stages are staged: the current one is the first again.
-        if (real) ring.decode(fragments);
+        // All blocks begin at once: none's later chunks are to come before another's first.
+        copy_async_wait<0>();
+        __syncwarp();
+#pragma unroll
+        for (int stage = 1; stage < STAGES; stage++)
+            ring.advance(trellis, real && own_first + stage * turns < last_chunk, lane);
+        if (real) ring.decode_from(fragments);
     }
     const uint4* rotated = static_cast<const uint4*>(layer.x) + first_chunk * 16 * rows;
 #if FUSED

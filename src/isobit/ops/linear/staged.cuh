@@ -38,6 +38,16 @@ DEVICE void stage_piece(unsigned offset, const uint4* global) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(offset), "l"(global) : "memory");
 #endif
 }
+// The same without a branch.
+DEVICE void stage_piece_if(bool is_staged, unsigned offset, const uint4* global) {
+#ifdef EMULATED
+    if (is_staged) stage_piece(offset, global);
+#else
+    asm volatile("{\n\t.reg .pred is_staged;\n\tsetp.ne.u32 is_staged, %2, 0;\n\t"
+                 "@is_staged cp.async.cg.shared.global [%0], [%1], 16;\n\t}"
+                 ::"r"(offset), "l"(global), "r"(static_cast<unsigned>(is_staged)) : "memory");
+#endif
+}
 DEVICE void store_four(unsigned offset, const float c[4]) {
 #ifdef EMULATED
     *reinterpret_cast<float4*>(emulator::dynamic_shared + offset) = make_float4(c[0], c[1], c[2], c[3]);
