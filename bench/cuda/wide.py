@@ -23,7 +23,7 @@ from linear import copies, trellis_layer
 INPUTS, OUTPUTS, HEAD_OUTPUTS = 2560, 98304, 248320
 LAYERS = ((OUTPUTS, 3, (1, 8, 16)), (OUTPUTS, 4, (1, 8, 16)), (HEAD_OUTPUTS, 5, (1, 4)))
 MORE_LAYERS = ((OUTPUTS, 2, (1, 8)), (OUTPUTS, 5, (1, 8, 16)), (HEAD_OUTPUTS, 5, (16,)))
-WARPS, CHUNK_TILES, HALVED = (20, 24, 28), (8, 16), (0, 32, 48)
+WARPS, CHUNK_TILES, HALVED = (16, 20, 24), (8, 16), (0, 32, 48)
 
 
 def neighbours(shape: DealtShape, rows: int) -> list[DealtShape]:

@@ -35,6 +35,7 @@ constexpr int BLOCK_COLUMNS = ROTATION / TILE;
 constexpr int MOST_MET = (MOST_WARPS + BLOCK_COLUMNS - 2) / BLOCK_COLUMNS + 1;  // blocks of outputs that columns meet
 constexpr int CHUNK_TILES = 8;  // a turn: 128 inputs
 constexpr int EARLY = ROW_TILES == 2 ? 1 : ROW_TILES == 8 ? 2 : 4;  // quarters of inputs loaded before a turn
+constexpr bool STAGED_MEANWHILE = ROW_TILES <= 2;  // between products; those of more rows need not wait for each other
 constexpr int SIDE_BY_SIDE = ROW_TILES <= 2 ? 1 : ROW_TILES;  // tiles of rows whose products do not wait for each other
 constexpr int FINISHED_ROWS = ROW_TILES <= 2 ? 1 : 4;  // that a warp rotates out together
 constexpr bool FROM_SHARED = FUSED || SHARED_OPERAND;
@@ -75,10 +76,12 @@ struct ChunkRing {
 
     // Stage one chunk more, if there is one, where the current one lies, and go on to the next.
     __device__ __forceinline__ void advance(const uint4* trellis, bool more, int lane) {
+        if (STAGED_MEANWHILE || more) {
 #pragma unroll
-        for (int i = 0; i < LANE_PIECES; i++)
-            stage_piece_if(more && (PIECES % WARP == 0 || i * WARP + lane < PIECES), target + stage + 16 * WARP * i,
-                           trellis + (position + offsets[i]));
+            for (int i = 0; i < LANE_PIECES; i++)
+                stage_piece_if(more && (PIECES % WARP == 0 || i * WARP + lane < PIECES), target + stage + 16 * WARP * i,
+                               trellis + (position + offsets[i]));
+        }
         copy_async_commit();
         position += step;
         stage = stage == (STAGES - 1) * CHUNK_BYTES ? 0 : stage + CHUNK_BYTES;
@@ -90,12 +93,15 @@ struct ChunkRing {
         if constexpr (NUMBER + 1 < CHUNK_TILES) decode_from<NUMBER + 1>(fragments);
     }
 
-    // Decode the current chunk; it is advanced over between the products of what this gives, which all lanes have then.
-    __device__ __forceinline__ void decode(unsigned fragments[CHUNK_TILES][4]) const {
+    // Decode the current chunk, and advance over it, or do that between the products of what this gives, which all lanes
+    // have then.
+    __device__ __forceinline__ void decode(unsigned fragments[CHUNK_TILES][4], const uint4* trellis, bool more,
+                                           int lane) {
         copy_async_wait<STAGES - 1>();
         __syncwarp();
         decode_from(fragments);
-        if (EVERY_LANE_ARRIVES) __syncwarp();
+        if (!STAGED_MEANWHILE || EVERY_LANE_ARRIVES) __syncwarp();
+        if (!STAGED_MEANWHILE) advance(trellis, more, lane);
     }
 };
 
@@ -300,6 +306,10 @@ few_rows(const __grid_constant__ Layers layers, int chunks, int all_rows, int in
         for (int stage = 1; stage < STAGES; stage++)
             ring.advance(trellis, real && own_first + stage * turns < last_chunk, lane);
         if (real) ring.decode_from(fragments);
+        if (!STAGED_MEANWHILE) {
+            __syncwarp();
+            ring.advance(trellis, real && own_first + STAGES * turns < last_chunk, lane);
+        }
     }
     const uint4* rotated = static_cast<const uint4*>(layer.x) + first_chunk * 16 * rows;
 #if FUSED
@@ -331,7 +341,8 @@ few_rows(const __grid_constant__ Layers layers, int chunks, int all_rows, int in
     if (real) {
         // Made anew: the rotation has no registers for it.
         const int own_lane = remembered(threadIdx.x);
-        ChunkRing ring(stages, tile_columns, column, own_first + STAGES * turns, STAGES, turns, own_lane);
+        constexpr int staged = STAGES + !STAGED_MEANWHILE;
+        ChunkRing ring(stages, tile_columns, column, own_first + staged * turns, staged, turns, own_lane);
         ring.remember();
         Operand operand = {reinterpret_cast<const unsigned char*>(rotated), 64u * rows};
 #pragma unroll
@@ -358,8 +369,9 @@ few_rows(const __grid_constant__ Layers layers, int chunks, int all_rows, int in
                 chains[tile][0] = float_of(c.x), chains[tile][1] = float_of(c.y);
                 chains[tile][2] = float_of(c.z), chains[tile][3] = float_of(c.w);
             }
-            carry(chains, fragments, early, operand,
-                  [&] { ring.advance(trellis, chunk + STAGES * turns < last_chunk, own_lane); });
+            carry(chains, fragments, early, operand, [&] {
+                if (STAGED_MEANWHILE) ring.advance(trellis, chunk + STAGES * turns < last_chunk, own_lane);
+            });
             operand.skip(turns * 4 * operand.stride);
             if (chunk + 1 == last_chunk) break;
 #pragma unroll
@@ -367,7 +379,7 @@ few_rows(const __grid_constant__ Layers layers, int chunks, int all_rows, int in
             pass(next_barrier, own_lane);
             if (chunk + turns >= last_chunk) break;
             if (!FROM_SHARED) load_early(early, operand);
-            ring.decode(fragments);
+            ring.decode(fragments, trellis, chunk + (STAGES + 1) * turns < last_chunk, own_lane);
         }
         if (chunk + 1 == last_chunk) {
             const int width = tile_columns * TILE;
