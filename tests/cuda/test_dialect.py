@@ -107,13 +107,27 @@ def test_a_step_adds_as_is_defined(spread):
 
 
 @pytest.mark.parametrize(
-    ("kernel", "message"), [("early_exit", "left the kernel"), ("lost_barrier", "never reach|left")]
+    ("kernel", "message"),
+    [
+        ("early_exit", "left the kernel"),
+        ("lost_barrier", "never reach|left"),
+        ("waits_out_of_turn", "waits for a pass before the one before it"),
+    ],
 )
 def test_wrong_uses_are_errors(kernel, message):
     if not memory.is_emulated():
         pytest.skip("a GPU does not see wrong uses")
     with pytest.raises(KernelError, match=message):
         kernels.load(PROBE, kernel)(1, 64, memory.empty((64,)))
+
+
+def test_warps_fall_behind_each_other():
+    if not memory.is_emulated():
+        pytest.skip("a GPU's warps need not")
+    y = memory.zeros((64,))
+    kernels.load(PROBE, "races")(64, 64, y, shared=4)
+    seen = memory.to_host(y) == 1.0
+    assert seen.any() and not seen.all()
 
 
 def early_sum(kernel: str, blocks: int = 1) -> np.ndarray:

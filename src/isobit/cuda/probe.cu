@@ -1,5 +1,6 @@
 // What the dialect itself computes, for its tests: scalar functions, conversions and warp collectives.
 #include "device.cuh"
+#include "ops/linear/cuda_turns.cuh"
 
 extern "C" __global__ void scalars(const float* x, float* y, int count) {
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
@@ -80,4 +81,24 @@ extern "C" __global__ void lost_barrier(float* y) {
     if (threadIdx.x < 32) __syncthreads();
     else shuffle(1.0f, 0);
     if (threadIdx.x == 0) __syncwarp();
+}
+
+// The first warp waits for a second pass before there was a first.
+extern "C" __global__ void waits_out_of_turn(float* y) {
+    __shared__ uint64 barrier[1];
+    const int lane = threadIdx.x % WARP;
+    if (threadIdx.x < WARP) begin_passing(barrier, lane);
+    __syncthreads();
+    if (threadIdx.x < WARP) wait_for_pass(barrier_at(barrier), 2);
+    __syncthreads();
+    if (threadIdx.x < WARP) return;
+    pass(barrier_at(barrier), lane);
+    pass(barrier_at(barrier), lane);
+}
+
+// y [blocks]: what the second warp reads where the first one writes, and neither waits for the other.
+extern "C" __global__ void races(float* y) {
+    DYNAMIC_SHARED(float, shared);
+    if (threadIdx.x == 0) shared[0] = 1.0f;
+    if (threadIdx.x == WARP) y[blockIdx.x] = shared[0];
 }
