@@ -189,7 +189,7 @@ DEVICE void scale_octet(const half_bits* scales, int j, float v[OCTET_VALUES]) {
 //
 // Unless in natural order, a row's halves are kept as in the B operand: of 32 inputs, lane t of a quad has its two
 // steps' four pairs in 16 bytes, so input 16 a + 8 b + 2 t + i is at 8 t + 4 a + 2 b + i.
-DEVICE void write_input(const Layer& layer, int block, float v[OCTET_VALUES], int j, bool writes, half_bits* row) {
+DEVICE void write_input(const Layer& layer, int block, float (&v)[OCTET_VALUES], int j, bool writes, half_bits* row) {
     scale_octet(layer.input_scales + block * BLOCK, j, v);
     octet::rotate<NATURAL_ORDER>(v, j);
     if (!writes) return;

@@ -68,3 +68,24 @@ DEVICE uint2 rotated(float v[4], const float scale[4], int lane) {
     rotate_128(v, lane);
     return make_uint2(half_pair_of(v[0], v[1]), half_pair_of(v[2], v[3]));
 }
+
+// The butterfly's stage of a stride between the values of a lane.
+template <int STRIDE, int COUNT>
+DEVICE void add_in_lane(float (&v)[COUNT]) {
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) {
+        if (i & STRIDE) continue;
+        const float low = v[i], high = v[i + STRIDE];
+        v[i] = low + high;
+        v[i + STRIDE] = low - high;
+    }
+}
+
+// The stage of a stride that is between lanes whose numbers differ by `mask`; j: this one's.
+template <int COUNT>
+DEVICE void add_between_lanes(float (&v)[COUNT], int j, int mask) {
+    // A product with 1 or -1 is exact, so that every lane adds.
+    const float sign = j & mask ? -1.0f : 1.0f;
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) v[i] = fma32(sign, v[i], shuffle_xor(v[i], mask));
+}

@@ -44,27 +44,9 @@ DEVICE void scale(const half_bits* scales, float v[2 * PAIRS]) {
     }
 }
 
-template <int STRIDE>
-DEVICE void add_in_lane(float v[2 * PAIRS]) {
-#pragma unroll
-    for (int i = 0; i < 2 * PAIRS; i++) {
-        if (i & STRIDE) continue;
-        const float low = v[i], high = v[i + STRIDE];
-        v[i] = low + high;
-        v[i + STRIDE] = low - high;
-    }
-}
-
-DEVICE void add_between_lanes(float v[2 * PAIRS], int j, int mask) {
-    // A product with 1 or -1 is exact, so that every lane adds.
-    const float sign = j & mask ? -1.0f : 1.0f;
-#pragma unroll
-    for (int i = 0; i < 2 * PAIRS; i++) v[i] = fma32(sign, v[i], shuffle_xor(v[i], mask));
-}
-
 // Strides 1, 2, ..., 64, times 1 / sqrt(128). NATURAL: lane j has values 4 j to 4 j + 3 of every 32 instead.
 template <bool NATURAL = false>
-DEVICE void rotate(float v[2 * PAIRS], int j) {
+DEVICE void rotate(float (&v)[2 * PAIRS], int j) {
     add_in_lane<1>(v);
     if (NATURAL) add_in_lane<2>(v);
     add_between_lanes(v, j, 1);
