@@ -9,6 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "src/isobit").rglob("*.py"))
+KERNELS = sorted(path for folder in ("src", "bench") for path in (ROOT / folder).rglob("*.cu*"))
 LAYERS = ("ops", "checkpoint", "model", "engine", "serve")
 MAY_IMPORT = {
     "ops": {"checkpoint", "ops"},
@@ -77,7 +78,8 @@ def test_nothing_of_a_workplace_is_in_the_project():
 
 
 def test_comments_are_one_line_and_lines_are_short():
-    for path in SOURCES:
+    assert KERNELS
+    for path in (*SOURCES, *KERNELS):
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
             assert len(line) <= 120, f"{path.name}:{number}"
 

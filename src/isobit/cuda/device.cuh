@@ -106,20 +106,22 @@ DEVICE uint4 load_ahead(const uint4* pointer) {
     return v;
 }
 
-// Of a kernel that is launched early: wait until the kernels before it have ended, then let the next one begin. Until
-// then it reads nothing but what kernels.py calls constant or settled, and writes nothing; every block calls it. An early
-// kernel's inputs are not const __restrict__: the compiler could move their loads ahead.
+// Of a kernel that is launched early: wait until the kernels before it have ended. Until then it reads nothing but what
+// kernels.py calls constant or settled, and writes nothing; every block calls it. An early kernel's inputs are not const
+// __restrict__: the compiler could move their loads ahead.
 DEVICE void await_inputs_alone() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
-// The second part of it, by a thread of every block that has awaited its inputs alone; a block that ends does as much.
+// The next kernel may begin once a thread of every block has called this, or the block has ended: after the inputs are
+// there, unless the next kernel reads constants only before it awaits its own.
 DEVICE void let_next_begin() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
+// Both.
 DEVICE void await_inputs() {
     await_inputs_alone();
     let_next_begin();

@@ -67,8 +67,9 @@ DEVICE int gather(const bool marked[PER_LANE], const float values[PER_LANE], int
     return count;
 }
 
-// At least CHOSEN exponentials are as large as the CHOSEN-th largest of the lanes' best. Divided by `total`, all that are
-// smaller by more than rounding stay smaller, unless quotients are tiny: divide and rank the others, if they fit a warp.
+// At least CHOSEN exponentials are as large as the CHOSEN-th largest of the lanes' best. Divided by `total`, all that
+// are smaller by more than rounding stay smaller, unless quotients are tiny: divide and rank the others, if they fit a
+// warp.
 DEVICE bool choose_of_few(const float values[PER_LANE], float total, int lane, Candidates& candidates, Choice& choice) {
     if (CHOSEN > WARP) return false;
     float best = values[0];

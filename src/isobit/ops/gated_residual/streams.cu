@@ -99,8 +99,8 @@ DEVICE void fetch(const unsigned char* weights, int64 bytes, int thread, int thr
 // what follows. The width is a multiple of 4, and all rows lie at multiples of 16 bytes.
 extern "C" __global__ void __launch_bounds__(STAGED_THREADS, 1)
 norm_streams(float* streams, const float* injection, const float* y, const float* __restrict__ weight, float* normed,
-             int streams_in_all, int count, int width, float eps, const unsigned char* first_weights, int64 first_bytes, const unsigned char* second_weights,
-             int64 second_bytes) {
+             int streams_in_all, int count, int width, float eps, const unsigned char* first_weights, int64 first_bytes,
+             const unsigned char* second_weights, int64 second_bytes) {
     DYNAMIC_SHARED(float, own);
     __shared__ float inverse;
     const int stream = blockIdx.x, thread = threadIdx.x;

@@ -200,8 +200,8 @@ DEVICE bool arrives_last(int* counter, int count, int expected) {
     return last;
 }
 
-// Where in sums [rows, columns] the chains of a column of tiles go, the C operand of each 8 rows, from `first_output` on:
-// put(place, sum) of each.
+// Where in sums [rows, columns] the chains of a column of tiles go, the C operand of each 8 rows, from `first_output`
+// on: put(place, sum) of each.
 template <int COUNT, typename Put>
 DEVICE void put_column(const float (&chains)[COUNT][4], int rows, int columns, int first_output, int lane, Put&& put) {
     const int output = first_output + lane / 4;

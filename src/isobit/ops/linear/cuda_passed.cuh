@@ -1,7 +1,8 @@
-// Sums that one thread block hands to another, which waits for it: each 8 bytes that say whether it is there, so that no
-// fence or counter comes between. Zeros before a launch and after it.
+// Sums that one thread block hands to another, which waits for it: each 8 bytes that say whether it is there, so that
+// no fence or counter comes between. Zeros before a launch and after it.
 //
-// Who waits must have the higher number in the grid: blocks begin in that order, so that those awaited are never behind.
+// Who waits must have the higher number in the grid: blocks begin in that order, so that those awaited are never
+// behind.
 #pragma once
 #include "device.cuh"
 #include "ops/linear/cuda_finish.cuh"

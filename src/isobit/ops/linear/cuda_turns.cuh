@@ -2,8 +2,8 @@
 #pragma once
 #include "device.cuh"
 
-// Of a warp that passes a barrier in shared memory: one lane arrives for all, after a __syncwarp. A checking build has all
-// of them arrive, since compute-sanitizer's racecheck reports what the lanes that do not arrive wrote.
+// Of a warp that passes a barrier in shared memory: one lane arrives for all, after a __syncwarp. A checking build has
+// all of them arrive, since compute-sanitizer's racecheck reports what the lanes that do not arrive wrote.
 #ifndef EVERY_LANE_ARRIVES
 #define EVERY_LANE_ARRIVES 0
 #endif
@@ -78,8 +78,8 @@ DEVICE void pass(PassedBarrier barrier, int lane) {
 #endif
 }
 
-// By one warp: wait for the `count`th pass, 1 the first, or for none. There is never one more before the wait has ended.
-// Each lane waits by itself: what all lanes must have waited for takes a __syncwarp, or is a product.
+// By one warp: wait for the `count`th pass, 1 the first, or for none. There is never one more before the wait has
+// ended. Each lane waits by itself: what all lanes must have waited for takes a __syncwarp, or is a product.
 DEVICE void wait_for_pass(PassedBarrier barrier, int count) {
 #ifdef EMULATED
     // A GPU knows the passes by their parity only.

@@ -93,8 +93,8 @@ struct ChunkRing {
         if constexpr (NUMBER + 1 < CHUNK_TILES) decode_from<NUMBER + 1>(fragments);
     }
 
-    // Decode the current chunk, and advance over it, or do that between the products of what this gives, which all lanes
-    // have then.
+    // Decode the current chunk, and advance over it, or do that between the products of what this gives, which all
+    // lanes have then.
     __device__ __forceinline__ void decode(unsigned fragments[CHUNK_TILES][4], const uint4* trellis, bool more,
                                            int lane) {
         copy_async_wait<STAGES - 1>();
@@ -129,8 +129,8 @@ DEVICE void load_early(uint4 early[EARLY][ROW_TILES], const Operand& operand) {
         for (int tile = 0; tile < ROW_TILES; tile++) early[quarter][tile] = operand.at(quarter, tile);
 }
 
-// Carry the chains over one chunk; early: the operand's first quarters, already here. meanwhile: what else to do, between
-// products that wait for each other.
+// Carry the chains over one chunk; early: the operand's first quarters, already here. meanwhile: what else to do,
+// between products that wait for each other.
 template <typename Meanwhile>
 DEVICE void carry(float chains[ROW_TILES][4], const unsigned fragments[CHUNK_TILES][4],
                   const uint4 early[EARLY][ROW_TILES], const Operand& operand, Meanwhile&& meanwhile) {
@@ -251,8 +251,8 @@ struct OwnRow {
     }
 };
 
-// Rotate out the blocks of 128 outputs whose last column this thread block has. order: of this warp among those that are
-// done, since the first ones need not wait for the block's own sums before they take others'.
+// Rotate out the blocks of 128 outputs whose last column this thread block has. order: of this warp among those that
+// are done, since the first ones need not wait for the block's own sums before they take others'.
 DEVICE void finish_own_blocks(const float* chains, uint64* passed, const Finish& finish, int first, int count, int rows,
                               int outputs, int order, int warps, int lane) {
     const int units = ((first + count) / BLOCK_COLUMNS - first / BLOCK_COLUMNS) * rows;

@@ -1,8 +1,8 @@
 // A trellis layer of many outputs for up to 16 rows: a block a multiprocessor, whose warps are dealt columns of tiles.
 //
 // Weights are the A operand (16 outputs), rows the B operand (8 at a time). A warp that comes free is dealt the next
-// column. The last columns are dealt in halves, upper halves first, so that all warps end together: between its halves a
-// column's chains wait in shared memory for whichever warp is dealt the lower.
+// column. The last columns are dealt in halves, upper halves first, so that all warps end together: between its halves
+// a column's chains wait in shared memory for whichever warp is dealt the lower.
 #include "device.cuh"
 #include "ops/linear/cuda_finish.cuh"
 #include "ops/linear/staged.cuh"
@@ -142,11 +142,12 @@ DEVICE void finish_column(const Sums& sums, const Finish& finish, int* counters,
     for (int row = 0; row < sums.rows; row += FINISHED_ROWS) finish_rows<FINISHED_ROWS>(sums, finish, row, block, lane);
 }
 
-// A boundary that the compiler moves nothing over, since it would go on only if the value is not all ones, which no pair
-// of decoded values is.
+// A boundary that the compiler moves nothing over, since it would go on only if the value is not all ones, which no
+// pair of decoded values is.
 DEVICE void keep_apart(unsigned value) {
 #ifndef EMULATED
-    asm volatile("{\n\t.reg .pred none;\n\tsetp.eq.u32 none, %0, 0xFFFFFFFF;\n\t@none trap;\n\t}" ::"r"(value) : "memory");
+    asm volatile("{\n\t.reg .pred none;\n\tsetp.eq.u32 none, %0, 0xFFFFFFFF;\n\t@none trap;\n\t}"
+                 ::"r"(value) : "memory");
 #endif
 }
 
@@ -166,7 +167,8 @@ DEVICE void read_inputs(uint4 (&pairs)[STEP_TILES / 2][ROW_TILES], unsigned oper
 }
 
 // Carry the chains over STEP_TILES tiles of a chunk, from its FIRST on, and over those after them. Several are decoded
-// between products: the compiler has the operations of different tiles take turns on the pipes, but not across products.
+// between products: the compiler has the operations of different tiles take turns on the pipes, but not across
+// products.
 template <int FIRST>
 DEVICE void carry_from(float chains[ROW_TILES][4], const LaneWords<TWICE_BITS>& words, unsigned stage, unsigned shift,
                        unsigned operand) {
@@ -184,7 +186,8 @@ DEVICE void carry_from(float chains[ROW_TILES][4], const LaneWords<TWICE_BITS>& 
             mma_16x8x16(chains[tile], fragments[i], inputs);
         }
     }
-    if constexpr (FIRST + STEP_TILES < CHUNK_TILES) carry_from<FIRST + STEP_TILES>(chains, words, stage, shift, operand);
+    constexpr int next = FIRST + STEP_TILES;
+    if constexpr (next < CHUNK_TILES) carry_from<next>(chains, words, stage, shift, operand);
 }
 
 // Copy rotate_few's array to shared memory, OPERAND_ROWS rows apart; rows past the last repeat it. Plain loads, several

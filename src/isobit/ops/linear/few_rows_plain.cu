@@ -1,5 +1,6 @@
-// A plain layer for up to 64 rows, or several small ones of the same inputs: the chains of 16 outputs over one k-shard are carried by one warp for each of up to
-// 16 columns of the operand, and fed by other warps, each with its own chunk of the inputs.
+// A plain layer for up to 64 rows, or several small ones of the same inputs: the chains of 16 outputs over one k-shard
+// are carried by one warp for each of up to 16 columns of the operand, and fed by other warps, each with its own chunk
+// of the inputs.
 //
 // Weights lie as the A operand's registers, uint4 [N / 16, K / 16, 32 lanes]; rows are the B operand, rounded to half
 // on their way. With two parts every row is two columns of it: x rounded, and what that leaves rounded.
@@ -88,9 +89,9 @@ DEVICE void finish_column(const Sums& sums, const Finish& finish, int column, in
     }
 }
 
-// grid (all layers' N / 16, shards, ceil(rows / block_rows)), threads 32 * (CHAIN_WARPS + feeders). x: float
-// [rows, 16 * tiles], rows at 16 bytes. values: float [shards * PARTS, rows, N] of a single layer, null where one shard's
-// sums become y at once. counters: zeros, one for each (grid z, column); null where values are all that is wanted.
+// grid (all layers' N / 16, shards, ceil(rows / block_rows)), threads 32 * (CHAIN_WARPS + feeders). x: float [rows, 16
+// * tiles], rows at 16 bytes. values: float [shards * PARTS, rows, N] of a single layer, null where one shard's sums
+// become y at once. counters: zeros, one for each (grid z, column); null where values are all that is wanted.
 extern "C" __global__ void __launch_bounds__((MOST_FEEDERS + CHAIN_WARPS) * WARP, 1)
 few_rows_plain(const __grid_constant__ Layers layers, const float* x, float* values, int* counters, int tiles, int rows,
                int block_rows) {

@@ -1,7 +1,7 @@
 // The rotation of 128 values by half a warp, for so few units that octets would leave warps without.
 //
-// Value 2 p + i of lane j is number 32 * (j / 4) + 2 * (j % 4) + 8 p + i of its block: what lane j % 4 of a quad takes for
-// two steps of the B operand.
+// Value 2 p + i of lane j is number 32 * (j / 4) + 2 * (j % 4) + 8 p + i of its block: what lane j % 4 of a quad takes
+// for two steps of the B operand.
 #pragma once
 #include "device.cuh"
 #include "ops/linear/rotate.cuh"
@@ -41,8 +41,8 @@ DEVICE void rotate(float (&v)[2 * PAIRS], int j) {
     for (int i = 0; i < 2 * PAIRS; i++) v[i] = v[i] * INVERSE_ROOT;
 }
 
-// A lane's share of a unit, as rotate_units of rotate_octet.cuh counts them and puts them: UNITS of each warp of a thread
-// block. What it is made of are constants, so that it can be there before the inputs.
+// A lane's share of a unit, as rotate_units of rotate_octet.cuh counts them and puts them: UNITS of each warp of a
+// thread block. What it is made of are constants, so that it can be there before the inputs.
 struct Unit {
     const float* row;
     unsigned* target;
@@ -50,8 +50,8 @@ struct Unit {
     unsigned scale[PAIRS];
     bool whole, is_one;
 
-    __device__ __forceinline__ Unit(unsigned* operand, const float* x, const half_bits* scales, int first_block, int units,
-                                    int rows, int inputs, bool whole, int warp, int lane)
+    __device__ __forceinline__ Unit(unsigned* operand, const float* x, const half_bits* scales, int first_block,
+                                    int units, int rows, int inputs, bool whole, int warp, int lane)
         : inputs(inputs), lane(lane), whole(whole) {
         const int j = lane % LANES, unit = UNITS * warp + lane / LANES, own = smaller(unit, units - 1);
         const int block = rows == 1 ? own : own / rows, own_row = own - block * rows;

@@ -61,7 +61,9 @@ DEVICE unsigned key_of(float value) {
 DEVICE float value_of_key(unsigned key) { return float_of(key & 0x80000000u ? key : ~key & 0x7fffffffu); }
 
 // Entries ascend by falling logit, then by id.
-DEVICE uint64 entry_of(float value, int id) { return static_cast<uint64>(key_of(value)) << 32 | static_cast<unsigned>(id); }
+DEVICE uint64 entry_of(float value, int id) {
+    return static_cast<uint64>(key_of(value)) << 32 | static_cast<unsigned>(id);
+}
 DEVICE unsigned key_of_entry(uint64 entry) { return static_cast<unsigned>(entry >> 32); }
 DEVICE int id_of_entry(uint64 entry) { return static_cast<int>(static_cast<unsigned>(entry)); }
 DEVICE float value_of_entry(uint64 entry) { return value_of_key(key_of_entry(entry)); }

@@ -51,7 +51,8 @@ DEVICE Row row_of(int row, int unit, const int* positions, const int* counts) {
     return {position, counts[row] * BLOCK + (position + 1) % BLOCK, heads_of(unit)};
 }
 
-// places[i] = the pool row at which entry first_entry + i of the row's list begins: its blocks, then the unfinished one.
+// places[i] = the pool row at which entry first_entry + i of the row's list begins: its blocks, then the unfinished
+// one.
 DEVICE void find_places(
     const Row& row, const int* blocks, const int* pages, int first_entry, int entries, int* places, int thread
 ) {
@@ -145,7 +146,8 @@ DEVICE HeldQueries hold_queries(const float* q, const float* weight, int unit, i
 
 // The row's queries, normed and rotated in float32, as halves; zeros for absent heads. work: HEAD_DIM floats a warp.
 DEVICE void prepare_queries(
-    Scratch& scratch, float* work, const HeldQueries& held, int heads, float eps, const Angles<ROTARY>& angles, int thread
+    Scratch& scratch, float* work, const HeldQueries& held, int heads, float eps, const Angles<ROTARY>& angles,
+    int thread
 ) {
     float* own = work + thread / WARP * HEAD_DIM;
 #pragma unroll

@@ -1,5 +1,5 @@
-// The best blocks of every row, ascending: a radix search for the threshold, which ends by ranking what few keys are left,
-// then a stable compaction.
+// The best blocks of every row, ascending: a radix search for the threshold, which ends by ranking what few keys are
+// left, then a stable compaction.
 // Macros: BLOCK, KEPT. Scores are never negative and never NaN, so that their bits are in their order.
 #include "ops/sparse_attention/normed_rows.cuh"
 
@@ -96,8 +96,8 @@ DEVICE void clear_bins(Choice& choice) {
     for (int bin = threadIdx.x; bin < BINS; bin += blockDim.x) choice.bins[bin] = 0;
 }
 
-// The whole threshold, where few keys share its bits above `shift`: of these the one with fewer than `best` larger ones,
-// and no fewer with its equals.
+// The whole threshold, where few keys share its bits above `shift`: of these the one with fewer than `best` larger
+// ones, and no fewer with its equals.
 DEVICE void rank_few(Choice& choice, const float* scores, int finished, int shift) {
     const unsigned upper = choice.threshold;
     const int best = choice.best, count = choice.sharing;

@@ -84,8 +84,8 @@ extern "C" __global__ void __launch_bounds__(GROUP_THREADS) read_parts(
 
 constexpr int HELD_PARTS = 20;  // whose sums a thread asks for at a time
 
-// blockIdx: (head, row). The parts in order, the division and the gate: out [row][head][HEAD_DIM]. Dynamic shared memory:
-// parts * (Merge, float2).
+// blockIdx: (head, row). The parts in order, the division and the gate: out [row][head][HEAD_DIM]. Dynamic shared
+// memory: parts * (Merge, float2).
 extern "C" __global__ void merge_parts(
     const float* sums, const float* edges, int parts, const float* q_gate, int q_step, const int* positions,
     const int* counts, float* out

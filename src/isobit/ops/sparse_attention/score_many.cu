@@ -134,7 +134,8 @@ DEVICE void score_rows(
         float totals[QUAD] = {};
 #pragma unroll 1
         for (int head = 0; head < ROW_HEADS; head += QUAD) {
-            const Sums sums = lane_products(&scratch.queries[0][own_row * ROW_HEADS + head], &scratch.keys[0][own_block]);
+            const int query = own_row * ROW_HEADS + head;
+            const Sums sums = lane_products(&scratch.queries[0][query], &scratch.keys[0][own_block]);
 #pragma unroll
             for (int i = 0; i < QUAD; i++)
 #pragma unroll

@@ -53,7 +53,8 @@ extern "C" __global__ void write_rows(
             );
         } else {
             const float* own = index_k + static_cast<int64>(row) * index_step;
-            for (int i = lane_of_warp(); i < INDEX_DIM; i += WARP) raw[static_cast<int64>(slot) * INDEX_DIM + i] = own[i];
+            float* raw_row = raw + static_cast<int64>(slot) * INDEX_DIM;
+            for (int i = lane_of_warp(); i < INDEX_DIM; i += WARP) raw_row[i] = own[i];
             if ((position + 1) % BLOCK != 0) continue;
             average_block(raw, slot, own, index_step, row - starts[segment] + 1, work);
             norm_and_rotate<INDEX_DIM, ROTARY>(
