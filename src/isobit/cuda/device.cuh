@@ -107,8 +107,8 @@ DEVICE uint4 load_ahead(const uint4* pointer) {
 }
 
 // Of a kernel that is launched early: wait until the kernels before it have ended. Until then it reads nothing but what
-// kernels.py calls constant or settled, and writes nothing; every block calls it. An early kernel's inputs are not const
-// __restrict__: the compiler could move their loads ahead.
+// kernels.py calls constant or settled, and writes nothing; every block calls it. An early kernel's inputs are not
+// const __restrict__: the compiler could move their loads ahead.
 DEVICE void await_inputs_alone() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
