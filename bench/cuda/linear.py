@@ -12,7 +12,7 @@ from functools import partial
 from unittest.mock import patch
 
 import torch
-from timing import COPY_RATE, TENSOR_RATE, Entry, graph_milliseconds, milliseconds, show
+from timing import COPY_RATE, TENSOR_RATE, Action, Entry, graph_milliseconds, milliseconds, show
 
 from isobit.cuda import memory
 from isobit.ops.linear import cuda, cuda_products
@@ -27,6 +27,7 @@ from isobit.ops.linear.cuda_layers import (
 
 CACHE_BYTES = 160 << 20  # of distinct weights, so that every call reads its own from memory
 MOST_LAYERS = 48
+LAUNCHES = 192  # of a measured graph
 TRELLIS = ((2560, 12288, 3), (2560, 98304, 3), (2560, 98304, 4), (6144, 2560, 4), (2560, 10240, 4), (2560, 512, 4))
 MORE_TRELLIS = ((2560, 6144, 4), (640, 2560, 4), (2560, 640, 4), (2560, 248320, 5), (2560, 98304, 2), (2560, 98304, 5))
 PLAIN = ((10240, 336), (320, 10240), (2560, 512), (2560, 48))
@@ -42,6 +43,7 @@ SWEPT = (
     ("down", 640, (2560,), 4),
 )  # name, inputs, outputs of the layers of one launch, bits
 SWEPT_TURNS = {1: (4, 8), 2: (3, 4, 8), 3: (3, 4, 8), 4: (3, 4, 6), 5: (2, 3, 4), 6: (2, 3, 4), 8: (2, 3), 12: (2,)}
+SWEPT_LONG = ((2, 5), (2, 6), (3, 2), (3, 4), (4, 3), (5, 2), (6, 2))  # turns of 256 inputs
 SWEPT_APART = ((3, 4), (5, 4), (6, 2), (6, 4), (8, 2), (8, 3))
 SWEPT_OF_MANY = ((1, 4), (1, 8), (2, 4), (3, 2), (3, 4), (4, 2), (5, 2), (6, 1), (6, 2), (8, 1))  # of more than 16 rows
 SWEPT_ROWS = (1, 4)
@@ -78,7 +80,7 @@ def half_layer(inputs: int, outputs: int) -> HalfLayer:
 
 
 def copies(make: Callable[[], TrellisLayer | HalfLayer]) -> list:
-    """As many layers of one shape as do not fit the cache together."""
+    """As many layers of one shape as do not fit the cache together, and no more than MOST_LAYERS."""
     first = make()
     count = min(MOST_LAYERS, max(2, -(-CACHE_BYTES // first.nbytes)))
     return [first, *(make() for _ in range(count - 1))]
@@ -86,7 +88,12 @@ def copies(make: Callable[[], TrellisLayer | HalfLayer]) -> list:
 
 def few_rows(layers: list, rows: int) -> float:
     x = torch.randn((rows, layers[0].in_features), device=memory.device())
-    return graph_milliseconds([partial(cuda.linear, x, layer) for layer in layers])
+    return in_a_graph([partial(cuda.linear, x, layer) for layer in layers])
+
+
+def in_a_graph(actions: Sequence[Action]) -> float:
+    """Median milliseconds of an action, in a graph so long that its start is no part of them, as a token's is."""
+    return graph_milliseconds(actions, -(-LAUNCHES // len(actions)))
 
 
 def entry(what: str, taken: float, floor: float, amount: float, unit: str) -> Entry:
@@ -103,6 +110,8 @@ def few_times(layers: list, name: str, row_counts: Sequence[int]) -> Iterator[En
 def swept_shapes(shards: int, chunks: int, rows: int, chosen: cuda.FewRowsShape) -> list[cuda.FewRowsShape]:
     """The chosen one first; rotated apart only some."""
     shapes = [cuda.FewRowsShape(columns, turns, True) for columns, own in SWEPT_TURNS.items() for turns in own]
+    if rows == 1:
+        shapes += [cuda.FewRowsShape(*own, True, 2) for own in SWEPT_LONG]
     shapes += [cuda.FewRowsShape(*own, False) for own in (SWEPT_APART if cuda.tiles_of(rows) <= 2 else SWEPT_OF_MANY)]
     possible = set(cuda.possible_shapes(shards, chunks, rows)) - {chosen}
     return [chosen, *(shape for shape in shapes if shape in possible)]
@@ -122,10 +131,11 @@ def shape_times() -> Iterator[Entry]:
             for shape in swept_shapes(*sizes[1:], chosen):
                 cost = cuda.few_rows_cycles(shape, *sizes, memory.multiprocessors()) / SCHEDULER_CLOCK
                 with patch.object(cuda, "few_rows_shape", lambda *sizes, shape=shape: shape):
-                    taken = graph_milliseconds([partial(cuda.linears, x, group) for group in groups])
+                    taken = in_a_graph([partial(cuda.linears, x, group) for group in groups])
                 apart, mark = "" if shape.fused else ", apart", " (chosen)" if shape == chosen else ""
                 what = f"{name} {inputs}x{'+'.join(map(str, outputs))} {bits} bits, {rows} rows, "
-                what += f"{shape.columns} columns x {shape.turns}{apart}{mark}, expected {1e3 * cost:.4f}"
+                long = "" if shape.turn_blocks == 1 else ", 256 inputs"
+                what += f"{shape.columns} columns x {shape.turns}{long}{apart}{mark}, expected {1e3 * cost:.4f}"
                 yield entry(what, taken, size / COPY_RATE, size, "TB/s")
 
 

@@ -112,13 +112,14 @@ def test_a_step_adds_as_is_defined(spread):
         ("early_exit", "left the kernel"),
         ("lost_barrier", "never reach|left"),
         ("waits_out_of_turn", "waits for a pass before the one before it"),
+        ("reads_past_the_end", "shared memory is used past its end"),
     ],
 )
 def test_wrong_uses_are_errors(kernel, message):
     if not memory.is_emulated():
         pytest.skip("a GPU does not see wrong uses")
     with pytest.raises(KernelError, match=message):
-        kernels.load(PROBE, kernel)(1, 64, memory.empty((64,)))
+        kernels.load(PROBE, kernel)(1, 64, memory.empty((64,)), shared=128)
 
 
 def test_warps_fall_behind_each_other():

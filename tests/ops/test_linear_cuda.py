@@ -31,6 +31,8 @@ CASES = {
     "padded, with bias": lambda rng: random_trellis(rng, 100, 150, "mul1", 3, bias=True),
     "4 shards": lambda rng: random_trellis(rng, 4100, 128, "mul1", 3),
     "in halves": lambda rng: random_trellis(rng, 512, 300, "mul1", 3, bias=True),
+    "20 blocks": lambda rng: random_trellis(rng, 2560, 256, "mul1", 3, bias=True),
+    "4 long shards": lambda rng: random_trellis(rng, 6144, 128, "mul1", 4),
     "several turns": lambda rng: random_trellis(rng, 640, 128, "mcg", 4),
     "float16, in two parts": lambda rng: random_plain(rng, 70, 41, "float16"),
     "float16, whole rows": lambda rng: random_plain(rng, 64, 520, "float16"),
@@ -156,6 +158,28 @@ def test_the_shape_of_a_block_changes_nothing(turns, columns, fused, monkeypatch
     assert on_host(x, handle).tobytes() == expected.tobytes()
 
 
+LONG_TURNS = [
+    ("20 blocks", 2, 6),
+    ("20 blocks", 3, 4),
+    ("20 blocks", 5, 2),
+    ("20 blocks", 1, 12),
+    ("4 long shards", 2, 3),
+    ("4 long shards", 6, 1),
+]
+
+
+@pytest.mark.parametrize(("name", "turns", "columns"), LONG_TURNS)
+def test_turns_of_256_inputs_change_nothing(name, turns, columns, monkeypatch):
+    x, weights = rows_of(name, 1)
+    handle = cuda.prepare_linear(weights)
+    expected = on_host(x, handle, cuda.MANY_ROWS)
+    shape = cuda.FewRowsShape(columns, turns, True, 2)
+    assert shape in cuda.possible_shapes(handle.shards, handle.input_blocks, 1)
+    monkeypatch.setattr(cuda, "few_rows_shape", lambda *sizes: shape)
+    for _ in range(2):
+        assert on_host(x, handle).tobytes() == expected.tobytes()
+
+
 SHAPES_OF_MANY = [(17, 2, 6), (29, 1, 5), (33, 1, 8), (40, 4, 3), (64, 5, 2)]
 
 
@@ -220,7 +244,7 @@ def test_blocks_that_pass_sums_on_change_nothing(rows, columns, monkeypatch):
     handle = cuda.prepare_linear(weights)
     x = adversarial_rows(rng, rows, 128)
     expected = on_host(x, handle, cuda.MANY_ROWS)
-    fitting = min(columns, cuda.RESIDENT_WARPS[cuda.tiles_of(rows)])
+    fitting = min(columns, cuda.resident_warps(rows, 1))
     monkeypatch.setattr(cuda, "few_rows_shape", lambda *sizes: cuda.FewRowsShape(fitting, 1, True))
     for _ in range(2):
         assert on_host(x, handle).tobytes() == expected.tobytes()
@@ -247,7 +271,7 @@ def test_layers_of_one_input_refuse_what_each_alone_refuses():
 def test_every_possible_block_fits_a_multiprocessor(rows, shards):
     chunks = 20 if shards == 1 else 48
     for shape in cuda.possible_shapes(shards, chunks, rows):
-        assert shape.columns * shape.turns <= cuda.RESIDENT_WARPS[cuda.tiles_of(rows)]
+        assert shape.warps <= cuda.resident_warps(rows, shape.turn_blocks)
         assert shape.turns <= chunks // shards
         for twice_bits in (8, 16):
             assert cuda.shared_bytes(shape, shards, chunks, rows, twice_bits) <= 226 << 10

@@ -1,6 +1,7 @@
 // What the dialect itself computes, for its tests: scalar functions, conversions and warp collectives.
 #include "device.cuh"
 #include "ops/linear/cuda_turns.cuh"
+#include "ops/linear/staged.cuh"
 
 extern "C" __global__ void scalars(const float* x, float* y, int count) {
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
@@ -101,4 +102,10 @@ extern "C" __global__ void races(float* y) {
     DYNAMIC_SHARED(float, shared);
     if (threadIdx.x == 0) shared[0] = 1.0f;
     if (threadIdx.x == WARP) y[blockIdx.x] = shared[0];
+}
+
+// y [64]: shared memory by offsets, of which half is not the launch's.
+extern "C" __global__ void reads_past_the_end(float* y) {
+    DYNAMIC_SHARED(float, shared);
+    y[threadIdx.x] = float_of(word_at<0>(offset_of(shared + threadIdx.x)));
 }

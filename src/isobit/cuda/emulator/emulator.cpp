@@ -14,6 +14,7 @@ Fiber* fibers;
 Fiber* current;
 std::vector<Exchange> exchanges;
 unsigned char* dynamic_shared;
+size_t dynamic_bytes;
 const char* problem;
 
 namespace {
@@ -197,6 +198,7 @@ void await_inputs() {
 
 void run(const dim3& grid_size, const dim3& size, size_t shared_bytes, void (*body)(void*), void* context) {
     problem = nullptr;
+    dynamic_bytes = shared_bytes;
     grid = grid_size;
     block_size = size;
     kernel_body = body;

@@ -1,7 +1,8 @@
 // Runs kernels of the dialect without a GPU: blocks one after another, each thread of a block a fiber.
 //
 // A wrong use that a GPU would not report ends the launch with an error: a lane that left before a warp collective, a
-// barrier that only some threads reach, a block of an early kernel that awaits no inputs. Dynamic shared memory is
+// barrier that only some threads reach, a block of an early kernel that awaits no inputs, shared memory by an offset past
+// its end. Dynamic shared memory is
 // poisoned before every block, and so are an early kernel's arrays but constants until a thread awaits them.
 #pragma once
 #include <cmath>
@@ -67,6 +68,7 @@ extern Fiber* fibers;
 extern Fiber* current;
 extern std::vector<Exchange> exchanges;
 extern unsigned char* dynamic_shared;
+extern size_t dynamic_bytes;
 extern const char* problem;
 
 void pause(State state);
@@ -74,6 +76,12 @@ void await_inputs();
 void run(const dim3& grid, const dim3& block, size_t shared_bytes, void (*body)(void*), void* context);
 // Arrays that the next launches await, if there are any.
 void set_awaited(const Region* regions, size_t count);
+
+// So many bytes of dynamic shared memory by their offset.
+inline unsigned char* shared_at(size_t offset, size_t bytes) {
+    if (offset + bytes > dynamic_bytes) problem = "shared memory is used past its end";
+    return dynamic_shared + offset;
+}
 
 inline unsigned rank() { return static_cast<unsigned>(current - fibers); }
 

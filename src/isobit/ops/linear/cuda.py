@@ -33,10 +33,10 @@ WARP_ROWS = 4  # of many, that a warp rotates
 ROW_THREADS = 256
 OCTETS = ROW_THREADS // 8  # rows' blocks of 128 that a thread block rotates at a time
 MOST_TURNS = 8  # warps that share a column of tiles
+WARP_UNITS = 2  # blocks of 128 inputs that a warp of few_rows.cu rotates at a time
 FINISHED_ROWS = 4  # of more than 16, that a warp rotates out together, as in few_rows.cu
 ROTATED_BYTES = 64 << 10  # of rotated inputs that a block makes at most
 COPIED_BYTES = 96 << 10  # that it copies at most, rather than reading them for every column
-RESIDENT_WARPS = {1: 24, 2: 24, 4: 12, 8: 12}  # of a multiprocessor, by the tiles of 8 rows, as in few_rows.cu
 BLOCK_COLUMNS = BLOCK // TILE
 MOST_GROUPED = 4  # layers of one launch, as in few_rows.cu and few_rows_plain.cu
 WIDE_COLUMNS = 16  # of tiles for each multiprocessor, from which on every warp has its own
@@ -181,7 +181,7 @@ def few_trellis_rows(x: torch.Tensor, layers: Sequence[TrellisLayer], outputs: S
     own_operand = has_own_operand(shape, shards, chunks, rows)
     table, blocks = layer_table(x, layers, outputs, shape)
     defines = {"ROW_TILES": row_tiles, "FUSED": int(shape.fused), "SHARED_OPERAND": int(own_operand)}
-    defines["ONE_ROW"] = int(rows == 1)
+    defines |= {"ONE_ROW": int(rows == 1), "TURN_BLOCKS": shape.turn_blocks}
     kernels.load("ops/linear/few_rows.cu", "few_rows", **defines, **first.defines)(
         (blocks, shards),
         (WARP, shape.turns, shape.columns),
@@ -269,11 +269,19 @@ WIDE_SHAPES = {1: WideShape(3, 8, 1, 8), 2: WideShape(3, 8, 1, 8), 4: WideShape(
 
 @dataclass(frozen=True)
 class FewRowsShape:
-    """A block: columns of tiles, warps that take turns on each, and whether it rotates the inputs itself."""
+    """A block: columns of tiles, warps that take turns on each, and whether it rotates the inputs itself.
+
+    turn_blocks: of 128 inputs that a warp decodes at a time.
+    """
 
     columns: int
     turns: int
     fused: bool
+    turn_blocks: int = 1
+
+    @property
+    def warps(self) -> int:
+        return self.columns * self.turns
 
 
 @dataclass(frozen=True)
@@ -281,19 +289,23 @@ class FewRowsCost:
     """What the parts of few_rows take: cycles, or a warp's issue slots, of which a scheduler has one a cycle."""
 
     begin: int = 180  # slots of a warp outside of the loop
-    chunk: int = 380  # slots of a warp for a chunk of 8 rows or fewer
+    chunk: int = 380  # slots of a warp for 128 inputs of 8 rows or fewer
     tile: int = 20  # more slots for every 8 rows more
     rotation: int = 131  # slots of a warp for four units, each a row's block of 128 inputs
     rotated: int = 2000  # cycles until the first four units of every warp are rotated
     apart: int = 4600  # cycles of a layer's rotation by a kernel of its own
-    decoded: int = 560  # cycles of a chunk's decoding
-    carried: int = 350  # cycles of a chunk's products and of handing the chain over
+    decoded: int = 700  # cycles of decoding for 128 inputs
+    decoded_tile: int = 300  # more cycles for 16 rows, whose inputs take registers
+    carried: int = 430  # cycles of the products of 128 inputs and of handing the chain over
+    crowded: int = 40  # more cycles for every warp of a scheduler past the second
+    carried_block: int = 264  # more cycles for 128 inputs more in a turn
     carried_tile: int = 100  # more cycles for 8 rows more
     carried_beside: int = 50  # the same of more than 16 rows, whose products do not wait for each other
     met: int = 2880  # cycles until a counter says that other blocks' sums are there, and they are
     passed: int = 1500  # the same of sums that say so themselves
     finished: int = 1200  # cycles until a warp has rotated out a block of four rows of more than 16
     late: int = 1700  # cycles of a block that cannot begin while the kernel before runs, unless that rotates inputs
+    late_awaited: int = 500  # the same of one that awaits its inputs halfway through its first decoding
     room: float = 1 / 3  # of a multiprocessor's warps, which a block of no more warps finds free meanwhile
     no_room: float = 5 / 6  # the same that are never free
     read: int = 53  # bytes a cycle that a multiprocessor has of the second-level cache
@@ -316,21 +328,29 @@ def least_cost_shape(
 
     def cost(shape: FewRowsShape) -> tuple[float, int]:
         cycles = few_rows_cycles(shape, tile_columns, shards, chunks, rows, processors)
-        return cycles, -shape.columns * shape.turns
+        return cycles, -shape.warps
 
     return min(possible_shapes(shards, chunks, rows), key=cost)
 
 
 def possible_shapes(shards: int, chunks: int, rows: int) -> list[FewRowsShape]:
     """All that a block can be; none has more turns than the shortest shard has chunks."""
-    resident, most_turns = RESIDENT_WARPS[tiles_of(rows)], max(1, min(MOST_TURNS, chunks // shards))
     fits = operand_bytes(shards, chunks, rows) <= ROTATED_BYTES
-    return [
-        FewRowsShape(columns, turns, fused)
-        for turns in range(1, most_turns + 1)
-        for columns in range(1, resident // turns + 1)
-        for fused in ((True, False) if fits else (False,))
+    kinds = [(True, 1), (False, 1)] if fits else [(False, 1)]
+    if fits and rows == 1 and all(shard * chunks // shards % 2 == 0 for shard in range(1, shards + 1)):
+        kinds.append((True, 2))
+    shapes = [
+        FewRowsShape(columns, turns, fused, turn_blocks)
+        for fused, turn_blocks in kinds
+        for turns in range(1, max(1, min(MOST_TURNS, chunks // shards // turn_blocks)) + 1)
+        for columns in range(1, resident_warps(rows, turn_blocks) // turns + 1)
     ]
+    return [shape for shape in shapes if shape.turn_blocks == 1 or WARP_UNITS * shape.warps >= -(-chunks // shards)]
+
+
+def resident_warps(rows: int, turn_blocks: int) -> int:
+    """Of a multiprocessor, as in few_rows.cu."""
+    return 12 if tiles_of(rows) > 2 or turn_blocks > 1 else 24
 
 
 def operand_bytes(shards: int, chunks: int, rows: int) -> int:
@@ -346,7 +366,8 @@ def has_own_operand(shape: FewRowsShape, shards: int, chunks: int, rows: int) ->
 def shared_bytes(shape: FewRowsShape, shards: int, chunks: int, rows: int, twice_bits: int) -> int:
     """What a block takes: its warps' chunks, the chains that they hand over, and perhaps the rotated inputs."""
     stages = 3 if twice_bits <= 8 and tiles_of(rows) != 2 else 2
-    taken = shape.columns * (shape.turns * stages * BLOCK * twice_bits + tiles_of(rows) * WARP * ALIGNED)
+    chunk_bytes = shape.turn_blocks * BLOCK * twice_bits
+    taken = shape.columns * (shape.turns * stages * chunk_bytes + tiles_of(rows) * WARP * ALIGNED)
     return taken + (operand_bytes(shards, chunks, rows) if has_own_operand(shape, shards, chunks, rows) else 0)
 
 
@@ -355,17 +376,23 @@ def few_rows_cycles(
 ) -> float:
     """About how many cycles the multiprocessor with the most blocks takes, but for what all shapes wait for."""
     cost, own_chunks, more_tiles = FEW_ROWS_COST, -(-chunks // shards), tiles_of(rows) - 1
-    warps, units = shape.columns * shape.turns, rows * own_chunks
+    warps, units = shape.warps, rows * own_chunks
     blocks = shards * sum(-(-columns // shape.columns) for columns in tile_columns)
     fullest = -(-blocks // processors)
-    rounds = ceil(fullest / (RESIDENT_WARPS[tiles_of(rows)] // warps))
-    issued = warps * cost.begin + shape.columns * own_chunks * (cost.chunk + more_tiles * cost.tile)
-    carried = cost.carried + more_tiles * (cost.carried_tile if more_tiles <= 1 else cost.carried_beside)
-    waited = own_chunks * max(carried, (cost.decoded + carried) / shape.turns)
+    rounds = ceil(fullest / (resident_warps(rows, shape.turn_blocks) // warps))
+    together = warps * ceil(fullest / rounds) / SCHEDULERS
+    # The scheduler with the most warps is the last to end.
+    uneven = ceil(together) / together
+    issued = uneven * (warps * cost.begin + shape.columns * own_chunks * (cost.chunk + more_tiles * cost.tile))
+    carried = cost.carried + max(0.0, together - 2) * cost.crowded + (shape.turn_blocks - 1) * cost.carried_block
+    carried += more_tiles * (cost.carried_tile if more_tiles <= 1 else cost.carried_beside)
+    decoded = shape.turn_blocks * cost.decoded + (cost.decoded_tile if more_tiles == 1 else 0)
+    waited = ceil(own_chunks / shape.turn_blocks) * max(carried, (decoded + carried) / shape.turns)
     apart = 0 if shape.fused else len(tile_columns) * cost.apart
     between = 0.0
     if shape.fused:
-        between += late_share(warps, blocks, rows, processors) * cost.late
+        late = cost.late if shape.turn_blocks == 1 else cost.late_awaited
+        between += late_share(shape, blocks, rows, processors) * late
         issued += ceil(units / 4) * cost.rotation
         between += rounds * ceil(units / (4 * warps)) * cost.rotated
     if not passes_sums(shape, shards, rows):
@@ -381,9 +408,9 @@ def few_rows_cycles(
     return hypot(fullest * issued / SCHEDULERS, rounds * waited) + between + read + apart
 
 
-def late_share(warps: int, blocks: int, rows: int, processors: int) -> float:
+def late_share(shape: FewRowsShape, blocks: int, rows: int, processors: int) -> float:
     """From 0, blocks begin beside the kernel before, which is taken to be alike, to 1: they begin once it has ended."""
-    cost, own = FEW_ROWS_COST, warps / RESIDENT_WARPS[tiles_of(rows)]
+    cost, own = FEW_ROWS_COST, shape.warps / resident_warps(rows, shape.turn_blocks)
     beside_none = min(1.0, max(0.0, (own - cost.room) / (cost.no_room - cost.room))) if blocks <= processors else 1.0
     return beside_none * min(1.0, max(0.0, 2 * blocks / processors - 1))
 

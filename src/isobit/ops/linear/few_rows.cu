@@ -1,7 +1,7 @@
 // Trellis layers of one input for up to 64 rows: tiles decoded in registers, one chain an output and k-shard.
 //
 // Weights are the A operand (16 outputs), rows the B operand (8 at a time). The warps of a column of tiles decode 128
-// inputs each, all at once, and take turns in carrying the chain over them, so that k ascends.
+// inputs each, or 256, all at once, and take turns in carrying the chain over them, so that k ascends.
 #include "device.cuh"
 #include "ops/linear/cuda_finish.cuh"
 #include "ops/linear/cuda_passed.cuh"
@@ -27,15 +27,20 @@
 #ifndef SHARED_OPERAND
 #define SHARED_OPERAND 1
 #endif
+#ifndef TURN_BLOCKS
+#define TURN_BLOCKS 1
+#endif
 
-constexpr int MOST_WARPS = ROW_TILES <= 2 ? 24 : 12;
+constexpr int MOST_WARPS = TURN_BLOCKS > 1 || ROW_TILES > 2 ? 12 : 24;
 constexpr int MOST_LAYERS = 4;
 constexpr int LONG_SHARDS = 4;
 constexpr int BLOCK_COLUMNS = ROTATION / TILE;
 constexpr int MOST_MET = (MOST_WARPS + BLOCK_COLUMNS - 2) / BLOCK_COLUMNS + 1;  // blocks of outputs that columns meet
-constexpr int CHUNK_TILES = 8;  // a turn: 128 inputs
-constexpr int EARLY = ROW_TILES == 2 ? 1 : ROW_TILES == 8 ? 2 : 4;  // quarters of inputs loaded before a turn
-constexpr bool STAGED_MEANWHILE = ROW_TILES <= 2;  // between products; those of more rows need not wait for each other
+constexpr int CHUNK_TILES = TURN_BLOCKS * ROTATION / TILE;  // a turn's
+constexpr int STEPS = CHUNK_TILES / 2;  // of 32 inputs
+constexpr int EARLY = ROW_TILES == 2 ? 1 : ROW_TILES == 8 ? 2 : STEPS;  // steps whose inputs are loaded before a turn
+constexpr bool STAGED_LATE = ROW_TILES <= 2;  // once the chains are handed over: few rows' are what others wait for
+constexpr bool AWAITED_EARLY = TURN_BLOCKS > 1;  // the inputs, halfway through the first chunk's decoding
 constexpr int SIDE_BY_SIDE = ROW_TILES <= 2 ? 1 : ROW_TILES;  // tiles of rows whose products do not wait for each other
 constexpr int FINISHED_ROWS = ROW_TILES <= 2 ? 1 : 4;  // that a warp rotates out together
 constexpr bool FROM_SHARED = FUSED || SHARED_OPERAND;
@@ -44,6 +49,7 @@ constexpr int STAGES = TWICE_BITS <= 8 && ROW_TILES != 2 ? 3 : 2;
 constexpr int CHUNK_WORDS = CHUNK_TILES * tile_words(TWICE_BITS), CHUNK_BYTES = 4 * CHUNK_WORDS;
 constexpr int PIECES = CHUNK_WORDS / 4;  // of 16 bytes
 constexpr int LANE_PIECES = (PIECES + WARP - 1) / WARP;
+constexpr int FIRST_PIECES = (LANE_PIECES + 1) / 2;  // of a lane: half of a chunk or more
 
 // The chunks of one warp, staged ahead in a ring, and how a lane finds its words there. Positions in the trellis are in
 // pieces of 16 bytes.
@@ -74,34 +80,59 @@ struct ChunkRing {
         for (int i = 0; i < LANE_PIECES; i++) offsets[i] = remembered(static_cast<int>(offsets[i]));
     }
 
-    // Stage one chunk more, if there is one, where the current one lies, and go on to the next.
-    __device__ __forceinline__ void advance(const uint4* trellis, bool more, int lane) {
-        if (STAGED_MEANWHILE || more) {
+    // Stage a lane's pieces FIRST to END - 1 of one chunk more, if there is one, where the current one lies.
+    template <int FIRST, int END>
+    __device__ __forceinline__ void stage_pieces(const uint4* trellis, bool more, int lane) const {
+        if (STAGED_LATE || more) {
 #pragma unroll
-            for (int i = 0; i < LANE_PIECES; i++)
+            for (int i = FIRST; i < END; i++)
                 stage_piece_if(more && (PIECES % WARP == 0 || i * WARP + lane < PIECES), target + stage + 16 * WARP * i,
                                trellis + (position + offsets[i]));
         }
         copy_async_commit();
+    }
+    // Each piece of a lane by itself, so that it can be awaited alone.
+    template <int FIRST = 0>
+    __device__ __forceinline__ void stage_apart(const uint4* trellis, bool more, int lane) const {
+        stage_pieces<FIRST, FIRST + 1>(trellis, more, lane);
+        if constexpr (FIRST + 1 < LANE_PIECES) stage_apart<FIRST + 1>(trellis, more, lane);
+    }
+    __device__ __forceinline__ void go_on() {
         position += step;
         stage = stage == (STAGES - 1) * CHUNK_BYTES ? 0 : stage + CHUNK_BYTES;
     }
-
-    template <int NUMBER = 0>
-    __device__ __forceinline__ void decode_from(unsigned fragments[CHUNK_TILES][4]) const {
-        decode_window<CODEBOOK>(words.template window<NUMBER>(stage, place.shift), fragments[NUMBER]);
-        if constexpr (NUMBER + 1 < CHUNK_TILES) decode_from<NUMBER + 1>(fragments);
+    // Stage one chunk more, and go on to the next.
+    __device__ __forceinline__ void advance(const uint4* trellis, bool more, int lane) {
+        stage_pieces<0, LANE_PIECES>(trellis, more, lane);
+        go_on();
     }
 
-    // Decode the current chunk, and advance over it, or do that between the products of what this gives, which all
-    // lanes have then.
+    template <int NUMBER = 0, int END = CHUNK_TILES>
+    __device__ __forceinline__ void decode_from(unsigned fragments[CHUNK_TILES][4], unsigned from) const {
+        decode_window<CODEBOOK>(words.template window<NUMBER>(from, place.shift), fragments[NUMBER]);
+        if constexpr (NUMBER + 1 < END) decode_from<NUMBER + 1, END>(fragments, from);
+    }
+
+    // Decode what each of the first chunk's pieces FIRST to END - 1 completes, as they come.
+    template <int FIRST, int END>
+    __device__ __forceinline__ void decode_apart(unsigned fragments[CHUNK_TILES][4], bool real) const {
+        constexpr int number = FIRST * WARP / TWICE_BITS;
+        constexpr int end = FIRST + 1 == LANE_PIECES ? CHUNK_TILES : (FIRST + 1) * WARP / TWICE_BITS;
+        copy_async_wait<LANE_PIECES - 1 - FIRST>();
+        __syncwarp();
+        if constexpr (number < end)
+            if (real) decode_from<number, end>(fragments, 0);
+        if constexpr (FIRST + 1 < END) decode_apart<FIRST + 1, END>(fragments, real);
+    }
+
+    // Decode the current chunk; where not STAGED_LATE advance over it, too.
     __device__ __forceinline__ void decode(unsigned fragments[CHUNK_TILES][4], const uint4* trellis, bool more,
                                            int lane) {
         copy_async_wait<STAGES - 1>();
         __syncwarp();
-        decode_from(fragments);
-        if (!STAGED_MEANWHILE || EVERY_LANE_ARRIVES) __syncwarp();
-        if (!STAGED_MEANWHILE) advance(trellis, more, lane);
+        decode_from(fragments, stage);
+        if (!STAGED_LATE || EVERY_LANE_ARRIVES) __syncwarp();
+        if (!STAGED_LATE) advance(trellis, more, lane);
     }
 };
 
@@ -111,8 +142,8 @@ struct Operand {
     unsigned stride;
     unsigned places[ROW_TILES];
 
-    __device__ __forceinline__ uint4 at(int quarter, int tile) const {
-        const unsigned place = places[PAST_THE_LAST ? 0 : tile] + quarter * stride;
+    __device__ __forceinline__ uint4 at(int step, int tile) const {
+        const unsigned place = places[PAST_THE_LAST ? 0 : tile] + step * stride;
         if constexpr (FROM_SHARED) return four_at<0>(place);
         return reinterpret_cast<const uint4*>(inputs + place)[PAST_THE_LAST ? WARP * tile : 0];
     }
@@ -124,36 +155,30 @@ struct Operand {
 
 DEVICE void load_early(uint4 early[EARLY][ROW_TILES], const Operand& operand) {
 #pragma unroll
-    for (int quarter = 0; quarter < EARLY; quarter++)
+    for (int step = 0; step < EARLY; step++)
 #pragma unroll
-        for (int tile = 0; tile < ROW_TILES; tile++) early[quarter][tile] = operand.at(quarter, tile);
+        for (int tile = 0; tile < ROW_TILES; tile++) early[step][tile] = operand.at(step, tile);
 }
 
-// Carry the chains over one chunk; early: the operand's first quarters, already here. meanwhile: what else to do,
-// between products that wait for each other.
-template <typename Meanwhile>
+// Carry the chains over one chunk; early: the operand's first steps, already here.
 DEVICE void carry(float chains[ROW_TILES][4], const unsigned fragments[CHUNK_TILES][4],
-                  const uint4 early[EARLY][ROW_TILES], const Operand& operand, Meanwhile&& meanwhile) {
+                  const uint4 early[EARLY][ROW_TILES], const Operand& operand) {
 #pragma unroll
-    for (int quarter = 0; quarter < CHUNK_TILES / 2; quarter++) {
+    for (int step = 0; step < STEPS; step++) {
 #pragma unroll
         for (int first = 0; first < ROW_TILES; first += SIDE_BY_SIDE) {
             uint4 pairs[SIDE_BY_SIDE];
 #pragma unroll
             for (int i = 0; i < SIDE_BY_SIDE; i++)
-                pairs[i] = quarter < EARLY ? early[quarter][first + i] : operand.at(quarter, first + i);
+                pairs[i] = step < EARLY ? early[step][first + i] : operand.at(step, first + i);
 #pragma unroll
-            for (int i = 0; i < SIDE_BY_SIDE; i++) {
-                const unsigned even[2] = {pairs[i].x, pairs[i].y};
-                mma_16x8x16(chains[first + i], fragments[2 * quarter], even);
-            }
+            for (int half = 0; half < 2; half++)
 #pragma unroll
-            for (int i = 0; i < SIDE_BY_SIDE; i++) {
-                const unsigned odd[2] = {pairs[i].z, pairs[i].w};
-                mma_16x8x16(chains[first + i], fragments[2 * quarter + 1], odd);
-            }
+                for (int i = 0; i < SIDE_BY_SIDE; i++) {
+                    const unsigned inputs[2] = {half ? pairs[i].z : pairs[i].x, half ? pairs[i].w : pairs[i].y};
+                    mma_16x8x16(chains[first + i], fragments[2 * step + half], inputs);
+                }
         }
-        if (quarter == 0) meanwhile();
     }
 }
 
@@ -268,15 +293,25 @@ DEVICE void finish_own_blocks(const float* chains, uint64* passed, const Finish&
         OwnRow(finish, passed, unit, first, rows, outputs, lane).finish(finish, chains, lane);
 }
 
-// grid (blocks of all layers, shards), threads (32, turns, columns). The layers have `chunks` blocks of 128 inputs; the
-// rotated inputs of those that are not FUSED are copied first where SHARED_OPERAND. ONE_ROW: there is only one.
+// A warp's turn with its column. A scheduler has every fourth warp: these are to have different turns, so that some of
+// them decode while others carry.
+DEVICE int turn_of(int number, int column, int turns) {
+    const int mask = turns - 1;
+    return turns & mask ? number : (number + (turns == 2 ? column / 2 : column)) & mask;
+}
+
+// grid (blocks of all layers, shards), threads (32, turns, columns). The layers have so many blocks of 128 inputs, of
+// which every shard has a chunk for each turn. The rotated inputs of layers that are not FUSED are copied first where
+// SHARED_OPERAND. ONE_ROW: there is only one. TURN_BLOCKS: 2 only of ONE_ROW that is FUSED and of which a warp rotates at
+// most two blocks; every shard then has an even number of them.
 extern "C" __global__ void __launch_bounds__(MOST_WARPS * WARP)
-few_rows(const __grid_constant__ Layers layers, int chunks, int all_rows, int inputs, int whole) {
+few_rows(const __grid_constant__ Layers layers, int input_blocks, int all_rows, int inputs, int whole) {
     DYNAMIC_SHARED(unsigned, shared);
     __shared__ uint64 barriers[MOST_WARPS];
     const int rows = ONE_ROW ? 1 : all_rows;
-    const int lane = remembered(threadIdx.x), turn = threadIdx.y, own_column = threadIdx.z;
-    const int turns = blockDim.y, columns = blockDim.z, warp = own_column * turns + turn, warps = columns * turns;
+    const int lane = remembered(threadIdx.x), own_column = threadIdx.z, turns = blockDim.y, columns = blockDim.z;
+    const int turn = turn_of(threadIdx.y, own_column, turns);
+    const int warp = own_column * turns + turn, warps = columns * turns;
     const int thread = warp * WARP + lane;
     const Layer& layer = layers.at[layer_of_block(layers, blockIdx.x)];
     const uint4* trellis = layer.trellis;
@@ -284,56 +319,76 @@ few_rows(const __grid_constant__ Layers layers, int chunks, int all_rows, int in
     const int first_column = (blockIdx.x - static_cast<int>(layer.first_block)) * columns;
     const int column = first_column + own_column, count = smaller(columns, tile_columns - first_column);
     const int shard = blockIdx.y, shards = gridDim.y;
+    const int chunks = input_blocks / TURN_BLOCKS;
     const int first_chunk = first_chunk_of(shard, shards, chunks);
     const int last_chunk = first_chunk_of(shard + 1, shards, chunks);
+    const int own_block = first_chunk * TURN_BLOCKS, own_blocks = (last_chunk - first_chunk) * TURN_BLOCKS;
 
     const unsigned* stages = shared + warp * STAGES * CHUNK_WORDS;
     float4* handed = reinterpret_cast<float4*>(shared + warps * STAGES * CHUNK_WORDS);
     uint4* own_inputs = reinterpret_cast<uint4*>(handed + columns * ROW_TILES * WARP);
     const int own_first = first_chunk + turn;
     const bool real = column < tile_columns;
+    const uint4* rotated = static_cast<const uint4*>(layer.x) + own_block * 16 * rows;
+#if FUSED
+    const int units = rows * own_blocks;
+    const float* x = static_cast<const float*>(layer.x);
+    unsigned* pairs = reinterpret_cast<unsigned*>(own_inputs);
+#endif
     unsigned fragments[CHUNK_TILES][4];
     {
         ChunkRing ring(stages, tile_columns, column, own_first, 0, turns, lane);
-        ring.advance(trellis, real, lane);
+        if (AWAITED_EARLY) {
+            ring.stage_apart(trellis, real, lane);
+            ring.go_on();
+        } else {
+            ring.advance(trellis, real, lane);
+        }
         begin_passing(barriers + warp, lane);
-        fetch_scales(layer.input_scales, first_chunk * ROTATION, (last_chunk - first_chunk) * ROTATION,
-                     layer.output_scales, first_column * TILE, count * TILE, thread);
+        fetch_scales(layer.input_scales, own_block * ROTATION, own_blocks * ROTATION, layer.output_scales,
+                     first_column * TILE, count * TILE, thread);
+#if FUSED
+        const half_warp::Unit unit(pairs, x, layer.input_scales, own_block, units, rows, inputs, whole, warp, lane);
+        const bool by_warp = AWAITED_EARLY || units <= half_warp::UNITS * warps;
+        const bool has_unit = by_warp && half_warp::UNITS * warp < units;
+        float v[2 * half_warp::PAIRS];
+        if (AWAITED_EARLY) {
+            ring.decode_apart<0, FIRST_PIECES>(fragments, real);
+            await_inputs_alone();
+            if (has_unit) unit.load(v);
+            ring.decode_apart<FIRST_PIECES, LANE_PIECES>(fragments, real);
+        }
+#endif
         // All blocks begin at once: none's later chunks are to come before another's first.
         copy_async_wait<0>();
         __syncwarp();
 #pragma unroll
         for (int stage = 1; stage < STAGES; stage++)
             ring.advance(trellis, real && own_first + stage * turns < last_chunk, lane);
-        if (real) ring.decode_from(fragments);
-        if (!STAGED_MEANWHILE) {
+        if (!AWAITED_EARLY && real) ring.decode_from(fragments, 0);
+        if (!STAGED_LATE) {
             __syncwarp();
             ring.advance(trellis, real && own_first + STAGES * turns < last_chunk, lane);
         }
-    }
-    const uint4* rotated = static_cast<const uint4*>(layer.x) + first_chunk * 16 * rows;
+        if (!AWAITED_EARLY) await_inputs_alone();
 #if FUSED
-    const int units = rows * (last_chunk - first_chunk);
-    const float* x = static_cast<const float*>(layer.x);
-    unsigned* pairs = reinterpret_cast<unsigned*>(own_inputs);
-    const half_warp::Unit unit(pairs, x, layer.input_scales, first_chunk, units, rows, inputs, whole, warp, lane);
-#endif
-    await_inputs_alone();
-#if FUSED
-    if (units > half_warp::UNITS * warps)
-        rotate_units(pairs, x, layer.input_scales, first_chunk, 0, units, rows, inputs, whole, thread, warps * WARP);
-    else if (half_warp::UNITS * warp < units)
-        unit.rotate();
+        if (has_unit) {
+            if (!AWAITED_EARLY) unit.load(v);
+            unit.rotate(v);
+        } else if (!by_warp) {
+            rotate_units(pairs, x, layer.input_scales, own_block, 0, units, rows, inputs, whole, thread, warps * WARP);
+        }
 #elif SHARED_OPERAND
 #pragma unroll 8
-    for (int i = thread; i < (last_chunk - first_chunk) * 16 * rows; i += warps * WARP) own_inputs[i] = rotated[i];
+        for (int i = thread; i < own_blocks * 16 * rows; i += warps * WARP) own_inputs[i] = rotated[i];
 #endif
+    }
     // The chains begin at zero.
     if (turn == 0) {
         const float zeros[4] = {};
+        const unsigned own_handed = offset_of(handed + own_column * ROW_TILES * WARP + lane);
 #pragma unroll
-        for (int tile = 0; tile < ROW_TILES; tile++)
-            store_four(offset_of(handed + own_column * ROW_TILES * WARP + lane) + 16 * WARP * tile, zeros);
+        for (int tile = 0; tile < ROW_TILES; tile++) store_four(own_handed + 16 * WARP * tile, zeros);
     }
     __syncthreads();
     let_next_begin();
@@ -341,13 +396,13 @@ few_rows(const __grid_constant__ Layers layers, int chunks, int all_rows, int in
     if (real) {
         // Made anew: the rotation has no registers for it.
         const int own_lane = remembered(threadIdx.x);
-        constexpr int staged = STAGES + !STAGED_MEANWHILE;
+        constexpr int staged = STAGES + !STAGED_LATE;
         ChunkRing ring(stages, tile_columns, column, own_first + staged * turns, staged, turns, own_lane);
         ring.remember();
         Operand operand = {reinterpret_cast<const unsigned char*>(rotated), 64u * rows};
 #pragma unroll
         for (int tile = 0; tile < ROW_TILES; tile++) {
-            const int place = smaller(8 * tile + own_lane / 4, rows - 1) * 4 + own_lane % 4 + turn * 16 * rows;
+            const int place = smaller(8 * tile + own_lane / 4, rows - 1) * 4 + own_lane % 4 + turn * STEPS * 4 * rows;
             operand.places[tile] = FROM_SHARED ? offset_of(own_inputs + place) : 16 * place;
         }
         const unsigned own_handed = offset_of(handed + own_column * ROW_TILES * WARP + own_lane);
@@ -369,16 +424,15 @@ few_rows(const __grid_constant__ Layers layers, int chunks, int all_rows, int in
                 chains[tile][0] = float_of(c.x), chains[tile][1] = float_of(c.y);
                 chains[tile][2] = float_of(c.z), chains[tile][3] = float_of(c.w);
             }
-            carry(chains, fragments, early, operand, [&] {
-                if (STAGED_MEANWHILE) ring.advance(trellis, chunk + STAGES * turns < last_chunk, own_lane);
-            });
-            operand.skip(turns * 4 * operand.stride);
+            carry(chains, fragments, early, operand);
+            operand.skip(turns * STEPS * operand.stride);
             if (chunk + 1 == last_chunk) break;
 #pragma unroll
             for (int tile = 0; tile < ROW_TILES; tile++) store_four(own_handed + 16 * WARP * tile, chains[tile]);
             pass(next_barrier, own_lane);
             if (chunk + turns >= last_chunk) break;
             if (!FROM_SHARED) load_early(early, operand);
+            if (STAGED_LATE) ring.advance(trellis, chunk + STAGES * turns < last_chunk, own_lane);
             ring.decode(fragments, trellis, chunk + (STAGES + 1) * turns < last_chunk, own_lane);
         }
         if (chunk + 1 == last_chunk) {

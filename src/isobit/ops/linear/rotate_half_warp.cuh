@@ -64,10 +64,13 @@ struct Unit {
             scale[pair] = *reinterpret_cast<const unsigned*>(scales + column + 8 * pair);
     }
 
-    // By a whole warp, once the inputs are there.
-    __device__ __forceinline__ void rotate() const {
-        float v[2 * PAIRS];
-        load(row, column, inputs, whole, v);
+    // Once the inputs are there.
+    __device__ __forceinline__ void load(float v[2 * PAIRS]) const {
+        half_warp::load(row, column, inputs, whole, v);
+    }
+
+    // By a whole warp.
+    __device__ __forceinline__ void rotate(float (&v)[2 * PAIRS]) const {
 #pragma unroll
         for (int pair = 0; pair < PAIRS; pair++) {
             v[2 * pair] = v[2 * pair] * float_of_half(static_cast<half_bits>(scale[pair] & 0xFFFFu));

@@ -13,7 +13,7 @@ DEVICE unsigned offset_of(const void* shared) {
 template <int AHEAD>
 DEVICE unsigned word_at(unsigned offset) {
 #ifdef EMULATED
-    return *reinterpret_cast<const unsigned*>(emulator::dynamic_shared + offset + AHEAD);
+    return *reinterpret_cast<const unsigned*>(emulator::shared_at(offset + AHEAD, 4));
 #else
     unsigned word;
     asm volatile("ld.shared.u32 %0, [%1+%2];" : "=r"(word) : "r"(offset), "n"(AHEAD));
@@ -23,7 +23,7 @@ DEVICE unsigned word_at(unsigned offset) {
 template <int AHEAD>
 DEVICE uint4 four_at(unsigned offset) {
 #ifdef EMULATED
-    return *reinterpret_cast<const uint4*>(emulator::dynamic_shared + offset + AHEAD);
+    return *reinterpret_cast<const uint4*>(emulator::shared_at(offset + AHEAD, 16));
 #else
     uint4 v;
     asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4+%5];"
@@ -33,7 +33,7 @@ DEVICE uint4 four_at(unsigned offset) {
 }
 DEVICE void stage_piece(unsigned offset, const uint4* global) {
 #ifdef EMULATED
-    copy_async_16(emulator::dynamic_shared + offset, global);
+    copy_async_16(emulator::shared_at(offset, 16), global);
 #else
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(offset), "l"(global) : "memory");
 #endif
@@ -50,7 +50,7 @@ DEVICE void stage_piece_if(bool is_staged, unsigned offset, const uint4* global)
 }
 DEVICE void store_four(unsigned offset, const float c[4]) {
 #ifdef EMULATED
-    *reinterpret_cast<float4*>(emulator::dynamic_shared + offset) = make_float4(c[0], c[1], c[2], c[3]);
+    *reinterpret_cast<float4*>(emulator::shared_at(offset, 16)) = make_float4(c[0], c[1], c[2], c[3]);
 #else
     asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(offset), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3])
                  : "memory");
