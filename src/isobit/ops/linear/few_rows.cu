@@ -302,8 +302,8 @@ DEVICE int turn_of(int number, int column, int turns) {
 
 // grid (blocks of all layers, shards), threads (32, turns, columns). The layers have so many blocks of 128 inputs, of
 // which every shard has a chunk for each turn. The rotated inputs of layers that are not FUSED are copied first where
-// SHARED_OPERAND. ONE_ROW: there is only one. TURN_BLOCKS: 2 only of ONE_ROW that is FUSED and of which a warp rotates at
-// most two blocks; every shard then has an even number of them.
+// SHARED_OPERAND. ONE_ROW: there is only one. TURN_BLOCKS: 2 only of ONE_ROW that is FUSED, and of no more blocks than
+// two for each warp; every shard then has an even number of them.
 extern "C" __global__ void __launch_bounds__(MOST_WARPS * WARP)
 few_rows(const __grid_constant__ Layers layers, int input_blocks, int all_rows, int inputs, int whole) {
     DYNAMIC_SHARED(unsigned, shared);
