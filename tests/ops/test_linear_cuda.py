@@ -180,6 +180,16 @@ def test_turns_of_256_inputs_change_nothing(name, turns, columns, monkeypatch):
         assert on_host(x, handle).tobytes() == expected.tobytes()
 
 
+@pytest.mark.parametrize("bits", [1, 1.5, 2.5, 8])
+def test_turns_of_256_inputs_of_other_widths_change_nothing(bits, monkeypatch):
+    rng = np.random.default_rng(9)
+    handle = cuda.prepare_linear(random_trellis(rng, 512, 128, "mul1", bits))
+    x = adversarial_rows(rng, 1, 512)
+    expected = on_host(x, handle, cuda.MANY_ROWS)
+    monkeypatch.setattr(cuda, "few_rows_shape", lambda *sizes: cuda.FewRowsShape(3, 2, True, 2))
+    assert on_host(x, handle).tobytes() == expected.tobytes()
+
+
 SHAPES_OF_MANY = [(17, 2, 6), (29, 1, 5), (33, 1, 8), (40, 4, 3), (64, 5, 2)]
 
 

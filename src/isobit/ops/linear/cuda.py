@@ -295,7 +295,7 @@ class FewRowsCost:
     rotated: int = 2000  # cycles until the first four units of every warp are rotated
     apart: int = 4600  # cycles of a layer's rotation by a kernel of its own
     decoded: int = 700  # cycles of decoding for 128 inputs
-    decoded_tile: int = 300  # more cycles for 16 rows, whose inputs take registers
+    decoded_rows: int = 300  # more cycles for more than one row and up to 16
     carried: int = 430  # cycles of the products of 128 inputs and of handing the chain over
     crowded: int = 40  # more cycles for every warp of a scheduler past the second
     carried_block: int = 264  # more cycles for 128 inputs more in a turn
@@ -386,7 +386,7 @@ def few_rows_cycles(
     issued = uneven * (warps * cost.begin + shape.columns * own_chunks * (cost.chunk + more_tiles * cost.tile))
     carried = cost.carried + max(0.0, together - 2) * cost.crowded + (shape.turn_blocks - 1) * cost.carried_block
     carried += more_tiles * (cost.carried_tile if more_tiles <= 1 else cost.carried_beside)
-    decoded = shape.turn_blocks * cost.decoded + (cost.decoded_tile if more_tiles == 1 else 0)
+    decoded = shape.turn_blocks * cost.decoded + (cost.decoded_rows if 1 < rows <= 16 else 0)
     waited = ceil(own_chunks / shape.turn_blocks) * max(carried, (decoded + carried) / shape.turns)
     apart = 0 if shape.fused else len(tile_columns) * cost.apart
     between = 0.0

@@ -116,13 +116,15 @@ struct ChunkRing {
     // Decode what each of the first chunk's pieces FIRST to END - 1 completes, as they come.
     template <int FIRST, int END>
     __device__ __forceinline__ void decode_apart(unsigned fragments[CHUNK_TILES][4], bool real) const {
-        constexpr int number = FIRST * WARP / TWICE_BITS;
-        constexpr int end = FIRST + 1 == LANE_PIECES ? CHUNK_TILES : (FIRST + 1) * WARP / TWICE_BITS;
-        copy_async_wait<LANE_PIECES - 1 - FIRST>();
-        __syncwarp();
-        if constexpr (number < end)
-            if (real) decode_from<number, end>(fragments, 0);
-        if constexpr (FIRST + 1 < END) decode_apart<FIRST + 1, END>(fragments, real);
+        if constexpr (FIRST < END) {
+            constexpr int number = FIRST * WARP / TWICE_BITS;
+            constexpr int end = FIRST + 1 == LANE_PIECES ? CHUNK_TILES : (FIRST + 1) * WARP / TWICE_BITS;
+            copy_async_wait<LANE_PIECES - 1 - FIRST>();
+            __syncwarp();
+            if constexpr (number < end)
+                if (real) decode_from<number, end>(fragments, 0);
+            decode_apart<FIRST + 1, END>(fragments, real);
+        }
     }
 
     // Decode the current chunk; where not STAGED_LATE advance over it, too.
