@@ -42,6 +42,15 @@ def test_the_users_own_choice_is_respected(tmp_path):
     assert compiled({"NUMBA_CACHE_DIR": str(folder)}) == folder
 
 
+@pytest.mark.parametrize("base", ["/dev/null/nowhere", ""])
+def test_a_folder_that_kernels_cannot_be_kept_in_is_told(tmp_path, base):
+    code = "from isobit.kernels import cache_folder, refused_folder; print(cache_folder()); print(refused_folder())"
+    environment = os.environ | {"NUMBA_CACHE_DIR": base or str(tmp_path)}
+    ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    chosen, refused = ran.stdout.split()
+    assert refused == (chosen if base else "None")
+
+
 @pytest.mark.skipif(os.name != "posix", reason="needs a path that cannot be a folder")
 def test_without_a_cache_kernels_are_kept_in_a_temporary_folder_and_never_beside_the_sources(tmp_path):
     folder = compiled({"NUMBA_CACHE_DIR": "/dev/null/nowhere", "TMPDIR": str(tmp_path)})

@@ -16,6 +16,8 @@ from isobit.errors import IsobitError
 FAMILY = "isobit-kernels"
 KEPT_VERSIONS = 4  # caches of other versions of the sources that are left in place
 
+_refused: list[Path] = []  # the folder that could not be written, if there is one
+
 
 def source_digest(root: Path = Path(__file__).parent) -> str:
     """Hexadecimal digest of every source file that a CPU kernel may be compiled from, by name and content."""
@@ -75,6 +77,12 @@ def none_kept() -> bool:
     return not any(configure().rglob("*.nbi"))
 
 
+def refused_folder() -> Path | None:
+    """Where compiled kernels would be kept if it could be written; None if they are."""
+    configure()
+    return _refused[0] if _refused else None
+
+
 def _writable(folder: Path) -> Path:
     """`folder`, or a temporary one in its place: Numba would take older kernels that lie beside the sources."""
     try:
@@ -91,6 +99,7 @@ def _writable(folder: Path) -> Path:
             "NUMBA_CACHE_DIR to a folder that can be written"
         ) from None
     atexit.register(_remove_in, os.getpid(), temporary)
+    _refused.append(folder)
     return temporary / FAMILY / folder.name
 
 

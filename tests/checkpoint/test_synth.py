@@ -3,6 +3,8 @@
 import hashlib
 import json
 import math
+import os
+import stat
 import tracemalloc
 from pathlib import Path
 
@@ -320,6 +322,28 @@ def test_a_folder_in_use_is_left_alone(tmp_path):
     with pytest.raises(IsobitError, match="cannot be made"):
         synthesize(tmp_path / "notes.txt" / "deeper", "test")
     assert [file.name for file in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_an_empty_folder_keeps_its_mode_and_is_found_by_a_link(tmp_path):
+    (tmp_path / "private").mkdir(mode=0o700)
+    (tmp_path / "link").symlink_to(tmp_path / "private")
+    synthesize(tmp_path / "link", "test", layers=1)
+    assert (tmp_path / "private" / "config.json").exists()
+    assert stat.S_IMODE((tmp_path / "private").stat().st_mode) == 0o700
+    assert (tmp_path / "link").is_symlink()
+
+
+@pytest.mark.parametrize(
+    ("asked", "answer", "message"), [("ismount", True, "mounted"), ("access", False, "may not write")]
+)
+def test_a_folder_that_cannot_be_replaced_is_refused_before_it_is_written(
+    tmp_path, monkeypatch, asked, answer, message
+):
+    (tmp_path / "here").mkdir()
+    monkeypatch.setattr(os.path if asked == "ismount" else os, asked, lambda *_: answer)
+    with pytest.raises(IsobitError, match=message):
+        synthesize(tmp_path / "here", "test", layers=1)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["here"]
 
 
 @pytest.mark.parametrize("name", [".", "new", "new/deeper"])

@@ -352,3 +352,12 @@ def test_a_template_that_is_no_utf8_is_named(folder):
     (folder / "chat_template.jinja").write_bytes(b"ab\xff")
     with pytest.raises(CheckpointError, match=r"chat_template.jinja: is not UTF-8 text \(.* at byte 2\)"):
         Tokenizer(folder)
+
+
+def test_a_tokenizer_that_cannot_be_read_is_not_said_to_be_broken(folder, monkeypatch):
+    def refuse(path):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    with pytest.raises(CheckpointError, match=r"tokenizer.json: cannot be read \(Permission denied\)$"):
+        Tokenizer(folder)

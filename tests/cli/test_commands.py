@@ -140,6 +140,9 @@ def test_the_silence_of_a_first_run_is_explained_on_a_terminal(test_checkpoint, 
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     assert run(arguments) == 0
     assert capsys.readouterr().err.startswith(f"{COMPILING}\n")
+    monkeypatch.setattr("isobit.kernels.refused_folder", lambda: "/nowhere")
+    assert run(arguments) == 0
+    assert "since /nowhere cannot be written: set NUMBA_CACHE_DIR" in capsys.readouterr().err
     monkeypatch.setattr("isobit.kernels.none_kept", lambda: False)
     assert run(arguments) == 0
     assert COMPILING not in capsys.readouterr().err

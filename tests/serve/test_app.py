@@ -12,6 +12,7 @@ import pytest
 import uvicorn
 
 from isobit.engine.lane import token_hash
+from isobit.errors import IsobitError
 from isobit.serve.app import ServerOptions, create_app
 from isobit.serve.server import bind, configuration
 from tests.serve.fake_engine import END, FakeEngine
@@ -416,3 +417,8 @@ def test_a_body_that_goes_wrong_after_its_answer_is_no_defect(client, caplog):
             pass
     assert "Traceback" not in caplog.text
     assert [record.levelname for record in caplog.records if record.exc_info] == []
+
+
+def test_an_address_of_another_machine_is_said_to_be_one():
+    with pytest.raises(IsobitError, match="name an address of this machine with --host"):
+        bind("192.0.2.1", 0)

@@ -64,6 +64,13 @@ def test_a_client_that_does_not_read_does_not_keep_the_server(test_checkpoint, t
     assert server.said in ("", WAITS.format("1 running reply"))
 
 
+def test_a_server_whose_terminal_closes_ends_as_by_sigterm(test_checkpoint, tmp_path):
+    with interrupted_server(test_checkpoint, tmp_path) as server:
+        server.process.send_signal(signal.SIGHUP)
+        assert server.process.wait(30) == 0
+    assert server.said == ""
+
+
 @pytest.mark.parametrize("pause", [0, 0.03, 0.4])
 def test_an_idle_server_ends_quietly_however_often_it_is_told(test_checkpoint, tmp_path, pause):
     with interrupted_server(test_checkpoint, tmp_path) as server:

@@ -5,7 +5,9 @@ is written at the speed of the disk, in bounded memory.
 """
 
 import json
+import os
 import shutil
+import stat
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -50,7 +52,7 @@ def synthesize(
     layout, text_config = plan_layout(SynthOptions(preset, **options))
     files = _files(layout, file_bytes)
     size = sum(tensor.nbytes for tensors in files.values() for tensor in tensors.values())
-    target = Path(folder).absolute()
+    target = Path(folder).resolve()
     with whole_folder(target, size) as unfinished:
         write_texts(unfinished, layout, text_config)
         _write_listings(unfinished, layout, files)
@@ -69,6 +71,7 @@ def whole_folder(target: Path, nbytes: int) -> Iterator[Path]:
         with unfinished_folder(target) as partial, _named_as(partial, target):
             yield partial
             if target.exists():
+                partial.chmod(stat.S_IMODE(target.stat().st_mode))
                 target.rmdir()
             partial.rename(target)
     except OSError as error:
@@ -158,7 +161,7 @@ def _check_widths(widths: Widths, codebook: str) -> None:
     if widths.ngram not in (*range(1, 9), PLAIN_TABLE):
         raise IsobitError(f"n-gram width {widths.ngram} is unknown, expected 1 to 8, or 16 for a plain table")
     if widths.embedding is not None and widths.embedding not in range(1, 9):
-        raise IsobitError(f"embedding width {widths.embedding} is unknown, expected 1 to 8, or none for plain rows")
+        raise IsobitError(f"embedding width {widths.embedding} is unknown: expected 1 to 8, or nothing for plain rows")
 
 
 def _check_predictable(text_config: Mapping[str, Any], embedding_bits: int | None) -> None:
@@ -171,6 +174,10 @@ def _check_predictable(text_config: Mapping[str, Any], embedding_bits: int | Non
 def _check_target(target: Path, nbytes: int) -> None:
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise IsobitError(f"{target} exists and is not an empty folder; name another one, or remove it first")
+    if os.path.ismount(target):
+        raise IsobitError(f"{target} is where a file system is mounted; name a new folder in it")
+    if target.exists() and not os.access(target, os.W_OK | os.X_OK):
+        raise IsobitError(f"{target} is a folder that you may not write to; name another one")
     free = shutil.disk_usage(next(parent for parent in target.parents if parent.exists())).free
     if free < nbytes:
         raise IsobitError(

@@ -211,7 +211,11 @@ def _load(path: Path) -> tokenizers.Tokenizer:
     if not path.is_file():
         raise CheckpointError(f"{path.parent} holds no {path.name}; a checkpoint needs its tokenizer, {AGAIN}")
     try:
-        tokenizer = tokenizers.Tokenizer.from_buffer(path.read_bytes())
+        content = path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
+    try:
+        tokenizer = tokenizers.Tokenizer.from_buffer(content)
     except Exception as error:  # the package raises plain Exception for whatever its parser finds
         reason = " ".join(str(error).split())
         raise CheckpointError(f"{path}: is no tokenizer that can be read ({reason}); {AGAIN}") from None

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from isobit.engine.request import Event, Request
 
 COMPILING = "isobit: compiling kernels, once: the first reply takes a minute or two longer"
+COMPILING_AGAIN = (
+    "isobit: compiling kernels, a minute or two at every start, since {} cannot be written: set NUMBA_CACHE_DIR to a "
+    "folder that can"
+)
 KINDS = {int: "INTEGER", float: "NUMBER", str: "TEXT"}
 
 Folder = Annotated[Path, typer.Argument(metavar="DIR", help="Folder of the checkpoint.", show_default=False)]
@@ -68,7 +72,8 @@ def open_engine(folder: Path, always_tell: bool = False, profile: bool = False, 
     from isobit.engine.rounds import Rounds
 
     if (always_tell or sys.stderr.isatty()) and kernels.none_kept():
-        print(COMPILING, file=sys.stderr, flush=True)
+        refused = kernels.refused_folder()
+        print(COMPILING_AGAIN.format(refused) if refused else COMPILING, file=sys.stderr, flush=True)
     options = EngineSettings(**{"parallel": 1, "prompt_cache_gib": 0.0, **chosen})
     with Bar("loading") as loading:
         return Engine(folder, options, rounds=ProfiledRounds if profile else Rounds, progress=loading)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import signal
 import socket
 import sys
@@ -38,6 +39,8 @@ def bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         bound.close()
         advice = "choose another with --port, or --port 0 for a free one"
+        if error.errno == errno.EADDRNOTAVAIL:
+            advice = "name an address of this machine with --host"
         raise IsobitError(f"cannot listen on {host} port {port}: {error.strerror}: {advice}") from None
     return bound
 
@@ -56,7 +59,7 @@ def configuration(app: FastAPI) -> uvicorn.Config:
 
 
 def run(app: FastAPI, bound: socket.socket, grace: float, on_ready: Callable[[], None], stop_with_stdin: bool) -> None:
-    """Serve until SIGTERM or SIGINT, or until standard input ends if `stop_with_stdin`.
+    """Serve until SIGTERM, SIGINT or SIGHUP, or until standard input ends if `stop_with_stdin`.
 
     Running replies then get `grace` seconds to finish, and new requests get 503. on_ready is called once connections
     are accepted.
@@ -64,7 +67,11 @@ def run(app: FastAPI, bound: socket.socket, grace: float, on_ready: Callable[[],
     server = _Server(configuration(app), grace, on_ready)
     if stop_with_stdin:
         threading.Thread(target=_stop_at_end_of_stdin, args=(server,), daemon=True).start()
-    before = {number: signal.signal(number, server.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
+    ends = [signal.SIGINT, signal.SIGTERM]
+    # With nohup the server outlives its terminal.
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        ends.append(signal.SIGHUP)
+    before = {number: signal.signal(number, server.handle_exit) for number in ends}
     try:
         server.run(sockets=[bound])
     except OSError as error:
@@ -131,8 +138,8 @@ class _Server(uvicorn.Server):
 
     def _say_what_is_awaited(self, unfinished: int) -> None:
         replies = f"{unfinished} running {'reply' if unfinished == 1 else 'replies'}"
-        key = "press Ctrl-C again" if self.interrupted else "Ctrl-C is there"
-        print(f"isobit: waiting up to {self._grace:g} s for {replies}; {key} to stop now", file=sys.stderr, flush=True)
+        how = "press Ctrl-C again" if self.interrupted else "press Ctrl-C, or send the signal again,"
+        print(f"isobit: waiting up to {self._grace:g} s for {replies}; {how} to stop now", file=sys.stderr, flush=True)
 
     async def _give_up_in_time(self) -> None:
         """Close the connections of clients that do not read their last events; with a second Ctrl-C, spill no more."""
