@@ -64,10 +64,18 @@ def test_a_client_that_does_not_read_does_not_keep_the_server(test_checkpoint, t
     assert server.said in ("", WAITS.format("1 running reply"))
 
 
-def test_a_server_whose_terminal_closes_ends_as_by_sigterm(test_checkpoint, tmp_path):
-    with interrupted_server(test_checkpoint, tmp_path) as server:
-        server.process.send_signal(signal.SIGHUP)
-        assert server.process.wait(30) == 0
+@pytest.mark.parametrize("inherited", [signal.SIG_DFL, signal.SIG_IGN])
+def test_a_server_whose_terminal_closes_ends_as_by_sigterm_but_under_nohup(test_checkpoint, tmp_path, inherited):
+    before = signal.signal(signal.SIGHUP, inherited)
+    try:
+        with interrupted_server(test_checkpoint, tmp_path) as server:
+            server.process.send_signal(signal.SIGHUP)
+            if inherited == signal.SIG_IGN:
+                assert server.get("/health").status_code == 200
+            else:
+                assert server.process.wait(30) == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
     assert server.said == ""
 
 
