@@ -333,6 +333,14 @@ def test_an_empty_folder_keeps_its_mode_and_is_found_by_a_link(tmp_path):
     assert (tmp_path / "link").is_symlink()
 
 
+def test_a_link_to_itself_is_an_error_of_one_line(tmp_path):
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    with pytest.raises(IsobitError, match="cannot be written") as caught:
+        synthesize(tmp_path / "loop", "test", layers=1)
+    assert "\n" not in str(caught.value)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["loop"]
+
+
 @pytest.mark.parametrize(
     ("asked", "answer", "message"), [("ismount", True, "mounted"), ("access", False, "may not write")]
 )

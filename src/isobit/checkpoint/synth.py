@@ -52,7 +52,7 @@ def synthesize(
     layout, text_config = plan_layout(SynthOptions(preset, **options))
     files = _files(layout, file_bytes)
     size = sum(tensor.nbytes for tensors in files.values() for tensor in tensors.values())
-    target = Path(folder).resolve()
+    target = Path(folder).absolute()
     with whole_folder(target, size) as unfinished:
         write_texts(unfinished, layout, text_config)
         _write_listings(unfinished, layout, files)
@@ -64,8 +64,11 @@ def synthesize(
 def whole_folder(target: Path, nbytes: int) -> Iterator[Path]:
     """An empty folder to fill with about `nbytes`, which then becomes `target`; nothing is left behind on an error.
 
+    Where `target` is a link it becomes what that points to.
+
     Raises IsobitError for a folder that is in use, or too small a disk.
     """
+    target = Path(os.path.realpath(target))
     _check_target(target, nbytes)
     try:
         with unfinished_folder(target) as partial, _named_as(partial, target):

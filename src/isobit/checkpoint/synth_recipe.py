@@ -26,7 +26,7 @@ def write_recipe(folder: str | Path, preset: str = "demo", **options: Any) -> in
     """
     chosen = SynthOptions(preset, **options)
     layout, text_config = plan_layout(chosen)
-    with whole_folder(Path(folder).resolve(), FOLDER_BYTES) as unfinished:
+    with whole_folder(Path(folder).absolute(), FOLDER_BYTES) as unfinished:
         write_texts(unfinished, layout, text_config)
         write_json(unfinished / RECIPE_FILE, _content(chosen))
     tensors = layout.tensors() | layout.table()
