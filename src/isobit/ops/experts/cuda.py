@@ -238,7 +238,7 @@ def _many_rows(
         )  # fmt: skip
     halves, floats = _hidden_values(handle, pairs)
     kernels.load(MANY_PRODUCTS, "multiply_gate_up", **macros)(
-        (inner_width // BLOCK, most_tiles), 2 * side_threads, table, tiles, members, ready, kernels.Long(pairs * width),
+        (inner_width // BLOCK, most_tiles), 2 * side_threads, table, tiles, members, ready, pairs,
         width, x, handle.hidden, chosen + 1, halves, floats, inner_width, shared=2 * side_bytes,
     )  # fmt: skip
     terms = ready.view(torch.float32).view(pairs, width)

@@ -21,6 +21,7 @@ extern "C" __global__ void __launch_bounds__(WARP) prepare_rows(
         if (layer.format == PLAIN) continue;
         float values[OCTET_VALUES];
         load_octet_of_row(x + static_cast<int64>(row) * hidden, block * BLOCK, hidden, j, values);
-        write_input(layer, block, values, j, writes, ready + (projection * pairs + pair) * width);
+        write_input(OctetScales(layer.input_scales, block, j), block, values, j, writes,
+                    ready + (projection * pairs + pair) * width);
     }
 }

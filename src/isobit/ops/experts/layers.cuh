@@ -165,32 +165,46 @@ DEVICE void load_octet_of_row(const float* row, int first, int width, int j, flo
     }
 }
 
-DEVICE void scale_two(unsigned scales, float v[2]) {
-    v[0] = v[0] * float_of_half(static_cast<half_bits>(scales & 0xFFFFu));
-    v[1] = v[1] * float_of_half(static_cast<half_bits>(scales >> 16));
-}
+// A lane's scales of a block, as pairs of halves; of plain layers, which have none, zeros.
+struct OctetScales {
+    unsigned pairs[OCTET_VALUES / 2];
 
-DEVICE void scale_octet(const half_bits* scales, int j, float v[OCTET_VALUES]) {
+    __device__ __forceinline__ OctetScales(const half_bits* scales, int block, int j) {
+        if (!scales) {
+#pragma unroll
+            for (int pair = 0; pair < OCTET_VALUES / 2; pair++) pairs[pair] = 0u;
+            return;
+        }
+        scales += block * BLOCK + octet_place(j);
 #if NATURAL_ORDER
 #pragma unroll
-    for (int m = 0; m < OCTET_VALUES / 4; m++) {
-        const uint2 four = *reinterpret_cast<const uint2*>(scales + 4 * j + 32 * m);
-        scale_two(four.x, v + 4 * m);
-        scale_two(four.y, v + 4 * m + 2);
-    }
-    return;
-#endif
+        for (int m = 0; m < OCTET_VALUES / 4; m++) {
+            const uint2 four = *reinterpret_cast<const uint2*>(scales + 32 * m);
+            pairs[2 * m] = four.x, pairs[2 * m + 1] = four.y;
+        }
+#else
 #pragma unroll
-    for (int pair = 0; pair < OCTET_VALUES / 2; pair++)
-        scale_two(*reinterpret_cast<const unsigned*>(scales + octet_place(j) + octet_offset(pair)), v + 2 * pair);
-}
+        for (int pair = 0; pair < OCTET_VALUES / 2; pair++)
+            pairs[pair] = *reinterpret_cast<const unsigned*>(scales + octet_offset(pair));
+#endif
+    }
+
+    __device__ __forceinline__ void apply(float v[OCTET_VALUES]) const {
+#pragma unroll
+        for (int pair = 0; pair < OCTET_VALUES / 2; pair++) {
+            v[2 * pair] = v[2 * pair] * float_of_half(static_cast<half_bits>(pairs[pair] & 0xFFFFu));
+            v[2 * pair + 1] = v[2 * pair + 1] * float_of_half(static_cast<half_bits>(pairs[pair] >> 16));
+        }
+    }
+};
 
 // The input of a trellis layer from a block of values, which are changed: scaled, rotated, rounded to half.
 //
 // Unless in natural order, a row's halves are kept as in the B operand: of 32 inputs, lane t of a quad has its two
 // steps' four pairs in 16 bytes, so input 16 a + 8 b + 2 t + i is at 8 t + 4 a + 2 b + i.
-DEVICE void write_input(const Layer& layer, int block, float (&v)[OCTET_VALUES], int j, bool writes, half_bits* row) {
-    scale_octet(layer.input_scales + block * BLOCK, j, v);
+DEVICE void write_input(const OctetScales& scales, int block, float (&v)[OCTET_VALUES], int j, bool writes,
+                        half_bits* row) {
+    scales.apply(v);
     octet::rotate<NATURAL_ORDER>(v, j);
     if (!writes) return;
     half_bits* place = row + block * BLOCK + (NATURAL_ORDER ? 4 * j : 8 * (j % 4) + 4 * (j / 4));
@@ -198,54 +212,6 @@ DEVICE void write_input(const Layer& layer, int block, float (&v)[OCTET_VALUES],
     for (int m = 0; m < OCTET_VALUES / 4; m++)
         *reinterpret_cast<uint2*>(place + 32 * m) = make_uint2(half_pair_of(v[4 * m], v[4 * m + 1]),
                                                                half_pair_of(v[4 * m + 2], v[4 * m + 3]));
-}
-
-// A block of outputs from its sums, in place; zeros past the layer's real outputs.
-DEVICE void finish_outputs(const Layer& layer, int block, float v[OCTET_VALUES], int j) {
-    // Octets of a warp may have layers of both kinds, but shuffle together.
-    float rotated[OCTET_VALUES];
-#pragma unroll
-    for (int i = 0; i < OCTET_VALUES; i++) rotated[i] = v[i];
-    octet::rotate<NATURAL_ORDER>(rotated, j);
-    if (layer.format != PLAIN) {
-        scale_octet(layer.output_scales + block * BLOCK, j, rotated);
-#pragma unroll
-        for (int i = 0; i < OCTET_VALUES; i++) v[i] = rotated[i];
-    }
-    if (!layer.bias && (block + 1) * BLOCK <= layer.real_outputs) return;
-#pragma unroll
-    for (int i = 0; i < OCTET_VALUES; i++) {
-        const int column = block * BLOCK + octet_place(j) + octet_offset(i / 2) + i % 2;
-        const bool real = column < layer.real_outputs;
-        if (real && layer.bias) v[i] = v[i] + layer.bias[column];
-        if (!real) v[i] = 0.0f;
-    }
-}
-
-// A pair's block of hidden values from its sums of gate and up, as the down projection takes them: halves or floats.
-DEVICE void write_hidden(const Layer* layers, int expert, int block, const float* gate_sums, const float* up_sums,
-                         int j, bool writes, half_bits* halves, float* floats) {
-    float hidden[OCTET_VALUES], ups[OCTET_VALUES];
-    load_octet(gate_sums, j, hidden);
-    load_octet(up_sums, j, ups);
-    finish_outputs(layer_of(layers, expert, GATE), block, hidden, j);
-    finish_outputs(layer_of(layers, expert, UP), block, ups, j);
-#pragma unroll
-    for (int i = 0; i < OCTET_VALUES; i++) hidden[i] = silu32(hidden[i]) * ups[i];
-    const Layer& down = layer_of(layers, expert, DOWN);
-    if (down.format != PLAIN) write_input(down, block, hidden, j, writes, halves);
-    else if (writes) store_octet(hidden, j, floats + block * BLOCK);
-}
-
-// A pair's block of weighted outputs from its sums of down.
-DEVICE void write_terms(const Layer& down, int block, const float* sums, float weight, int j, bool writes,
-                        float* terms) {
-    float v[OCTET_VALUES];
-    load_octet(sums, j, v);
-    finish_outputs(down, block, v, j);
-#pragma unroll
-    for (int i = 0; i < OCTET_VALUES; i++) v[i] = weight * v[i];
-    if (writes) store_octet(v, j, terms);
 }
 
 // By a whole warp: count an arrival of each lane that arrives at its counter. Those that are the last of `expected`,

@@ -21,6 +21,19 @@ constexpr int STAGES = AHEAD + 1 + WARPGROUPS;  // a product may still read the 
 
 constexpr int SIDE_TILE_PIECES = STAGE_STEPS * BLOCK_TILES * most_twice();  // with the widest format that layers have
 
+// The rows of a tile: halves [side_rows of every side, width], fewer than 4 GiB of them, where side_rows is 0 if all
+// sides have the same; and, if a layer is plain, values [pairs / pairs_a_row, plain_width] of which `real` are no
+// padding.
+struct Rows {
+    const int* members;
+    int count;
+    const half_bits* ready;
+    unsigned side_rows;
+    int width;
+    const float* values;
+    int plain_width, real, pairs_a_row;
+};
+
 // What a thread copies of each stage to shared memory: pieces of 16 bytes of its side's ROWS rows, swizzled, and of its
 // side's tiles. Threads without a piece of their own copy another's.
 template <typename F, int ROWS>
@@ -29,21 +42,22 @@ struct Copies {
     static constexpr int tile_pieces = STAGE_STEPS * BLOCK_TILES * tile_bytes(F::twice) / 16;
     static constexpr int tile_rounds = (tile_pieces + SIDE_THREADS - 1) / SIDE_THREADS;
     static_assert(ROWS % rows_a_round == 0 && rows_a_round % 8 == 0, "rounds of rows have one swizzle");
-    const unsigned char* next_rows;
+    const unsigned char* next_rows;  // the same for all threads
     const unsigned char* next_tiles;
     unsigned row_offsets[row_rounds], tile_offsets[tile_rounds];  // in bytes
     int64 tile_stride;  // from stage to stage
     int row_place, tile_places[tile_rounds];
 
-    __device__ __forceinline__ Copies(const Layer& layer, int first_column, const half_bits* ready, int width,
-                                      const int* members, int count) {
-        const int side_thread = threadIdx.x % SIDE_THREADS;
+    __device__ __forceinline__ Copies(const Layer& layer, int first_column, const Rows& rows) {
+        const int side_thread = threadIdx.x % SIDE_THREADS, side = threadIdx.x / SIDE_THREADS;
         const int first = side_thread / ROW_PIECES, piece = side_thread % ROW_PIECES;
-        next_rows = reinterpret_cast<const unsigned char*>(ready) + 16 * piece;
+        next_rows = reinterpret_cast<const unsigned char*>(rows.ready);
         row_place = first * ROW_PIECES + (piece ^ first % 8);
 #pragma unroll
-        for (int i = 0; i < row_rounds; i++)
-            row_offsets[i] = members[smaller(first + i * rows_a_round, count - 1)] * (2u * width);
+        for (int i = 0; i < row_rounds; i++) {
+            const int pair = rows.members[smaller(first + i * rows_a_round, rows.count - 1)];
+            row_offsets[i] = (side * rows.side_rows + pair) * (2u * rows.width) + 16u * piece;
+        }
         constexpr int bytes = tile_bytes(F::twice), row_pieces = BLOCK_TILES * bytes / 16;
         const int row_bytes = layer.outputs / TILE * bytes;
         next_tiles = reinterpret_cast<const unsigned char*>(layer.weights) + first_column / TILE * bytes;
@@ -80,16 +94,33 @@ DEVICE const unsigned* stage_tile(const uint4* tiles, int step, int warp_tile, i
 }
 
 #if WARPGROUPS
+// What a lane reads of a tile: no product may come between loads for the compiler to put them beside each other.
+template <typename F>
+struct TileWords {
+    unsigned first, second, third;
+
+    __device__ __forceinline__ void load(const unsigned* tile, const LanePlace<F::twice>& place) {
+        first = tile[place.first], second = tile[place.second];
+        third = Window<F::twice>::by_ends ? 0u : tile[place.third];
+    }
+    __device__ __forceinline__ Window<F::twice> window(const LanePlace<F::twice>& place) const {
+        return Window<F::twice>(first, second, third, place.shift);
+    }
+};
+
 // One stage's 64 inputs. The last step is still on its way afterwards.
 template <typename F, int ROWS>
 DEVICE void multiply_stage(const uint4* rows, const uint4* tiles, int side_warp, int count,
                            const LanePlace<F::twice>& place, WarpSums<ROWS>& sums) {
     const uint64 operand = wgmma_descriptor(rows);
     unsigned weights[2][4];
+    TileWords<F> words[STAGE_STEPS];
+#pragma unroll
+    for (int step = 0; step < STAGE_STEPS; step++) words[step].load(stage_tile<F>(tiles, step, 0, side_warp), place);
 #pragma unroll
     for (int step = 0; step < STAGE_STEPS; step++) {
         unsigned* own = weights[step % 2];
-        decode_fragment<F::codebook, F::twice>(stage_tile<F>(tiles, step, 0, side_warp), place, own);
+        decode_window<F::codebook>(words[step].window(place), own);
         wgmma_fence();
         wgmma<ROWS>(sums.tiles[0].sums, own, operand + step * (2 * TILE >> 4));
         wgmma_commit();
@@ -99,6 +130,10 @@ DEVICE void multiply_stage(const uint4* rows, const uint4* tiles, int side_warp,
 
 DEVICE void end_products() { wgmma_wait<0>(); }
 DEVICE void publish_copies() { wgmma_publish(); }
+// Between stages the sides of a block need not wait for each other.
+DEVICE void synchronise_side(int side) {
+    asm volatile("bar.sync %0, %1;" ::"r"(1 + side), "n"(SIDE_THREADS) : "memory");
+}
 #else
 // One stage's 64 inputs.
 template <typename F, int ROWS>
@@ -131,6 +166,7 @@ DEVICE void multiply_stage(const uint4* rows, const uint4* tiles, int side_warp,
 
 DEVICE void end_products() {}
 DEVICE void publish_copies() {}
+DEVICE void synchronise_side(int) { __syncthreads(); }
 #endif
 
 // A warp's 16 columns of sums to shared memory, [row][column].
@@ -147,17 +183,6 @@ DEVICE void keep_sums(const Chains<4 * GROUPS>& chains, int column, int count, f
             }
 }
 
-// The rows of a tile: halves [pairs, width], of which sides have their own or the same, and, if a layer is plain,
-// values [pairs / pairs_a_row, plain_width] of which `real` are no padding.
-struct Rows {
-    const int* members;
-    int count;
-    const half_bits* ready;
-    int width;
-    const float* values;
-    int plain_width, real, pairs_a_row;
-};
-
 // The sums of the rows with a side's 128 outputs of `layer` from first_column on -> float [ROW_TILE][SUMS_STRIDE].
 //
 // `shared` has room for the stages of all SIDES, and for their sums afterwards. A side that computes nothing here
@@ -168,7 +193,7 @@ DEVICE void multiply_columns(const Layer& layer, int first_column, bool multipli
     const int stages = layer.inputs / STAGE_INPUTS;
     uint4* stage_rows = shared + side * SIDE_PIECES;
     uint4* stage_tiles = shared + STAGES * SIDES * SIDE_PIECES + side * SIDE_TILE_PIECES;
-    Copies<F, ROWS> copies(layer, first_column, rows.ready, rows.width, rows.members, rows.count);
+    Copies<F, ROWS> copies(layer, first_column, rows);
     int slot = 0, copy_slot = 0;
     auto copy_stage = [&](int stage) {
         if (stage < stages)
@@ -184,7 +209,7 @@ DEVICE void multiply_columns(const Layer& layer, int first_column, bool multipli
     for (int stage = 0; stage < stages; stage++) {
         copy_async_wait<AHEAD - 1>();
         publish_copies();
-        __syncthreads();
+        synchronise_side(side);
         copy_stage(stage + AHEAD);
         if (multiplies) {
 #if LONG_LAYERS
@@ -259,33 +284,75 @@ extern __shared__ __align__(1024) uint4 stages_and_sums[];
 #define STAGES_AND_SUMS(name) DYNAMIC_SHARED(uint4, name)
 #endif
 
-// A thread's row of each blockDim.x / OCTET rows: neighbouring octets read sums two rows apart, in other banks.
+// An octet's row of its warp's four: neighbouring octets read sums two rows apart, in other banks.
 DEVICE int octet_row() {
     const int octet = threadIdx.x / OCTET;
-    return octet & ~3 | (octet & 1) << 1 | octet >> 1 & 1;
+    return (octet & 1) << 1 | octet >> 1 & 1;
 }
+
+DEVICE bool is_trellis(const Layer& layer) { return !PLAIN_LAYERS || layer.format != PLAIN; }
+
+// A layer's block of 128 outputs, as an octet's lane finishes it.
+struct OutputBlock {
+    OctetScales scales;
+    const float* bias;
+    bool rotates;
+    int first_column, real_outputs;
+
+    __device__ __forceinline__ OutputBlock(const Layer& layer, int block, int j)
+        : scales(layer.output_scales, block, j), bias(layer.bias), rotates(is_trellis(layer)),
+          first_column(block * BLOCK), real_outputs(layer.real_outputs) {}
+
+    // The outputs from their sums, in place; zeros past the layer's real outputs.
+    __device__ __forceinline__ void finish(float (&v)[OCTET_VALUES], int j) const {
+        if (rotates) {
+            octet::rotate<NATURAL_ORDER>(v, j);
+            scales.apply(v);
+        }
+        if (!bias && first_column + BLOCK <= real_outputs) return;
+#pragma unroll
+        for (int i = 0; i < OCTET_VALUES; i++) {
+            const int column = first_column + octet_place(j) + octet_offset(i / 2) + i % 2;
+            const bool real = column < real_outputs;
+            if (real && bias) v[i] = v[i] + bias[column];
+            if (!real) v[i] = 0.0f;
+        }
+    }
+};
 
 // ready [2][pairs, width] of gate and up -> inputs of down [pairs, inner_width]: halves, or floats if plain.
 // grid (blocks of 128 inner values, tiles), two sides. x [rows, hidden] is read by plain layers.
 extern "C" __global__ void __launch_bounds__(2 * SIDE_THREADS, 1) multiply_gate_up(
-    const Layer* layers, const RowTile* tiles, const int* members, const half_bits* ready, int64 ready_side, int width,
+    const Layer* layers, const RowTile* tiles, const int* members, const half_bits* ready, int pairs, int width,
     const float* x, int hidden, int pairs_a_row, half_bits* halves, float* floats, int inner_width) {
     STAGES_AND_SUMS(shared);
+    __shared__ int pair_of[ROW_TILE];
     const RowTile tile = tiles[blockIdx.y];
-    const int block = blockIdx.x, side = threadIdx.x / SIDE_THREADS;
-    if (tile.count == 0 || block * BLOCK >= whole_blocks(layer_of(layers, tile.expert, GATE).outputs)) return;
+    const int block = blockIdx.x, side = threadIdx.x / SIDE_THREADS, j = threadIdx.x % OCTET;
+    const Layer &gate = layer_of(layers, tile.expert, GATE), &up = layer_of(layers, tile.expert, UP);
+    if (tile.count == 0 || block * BLOCK >= whole_blocks(gate.outputs)) return;
     const int* list = members + tile.first;
-    const Rows rows = {list, tile.count, ready + side * ready_side, width, x, hidden, hidden, pairs_a_row};
-    multiply_sides<2>(layer_of(layers, tile.expert, GATE + side), layer_of(layers, tile.expert, UP - side),
-                      block * BLOCK, rows, shared);
+    if (threadIdx.x < tile.count) pair_of[threadIdx.x] = list[threadIdx.x];
+    const unsigned side_rows = pairs;
+    const Rows rows = {list, tile.count, ready, side_rows, width, x, hidden, hidden, pairs_a_row};
+    multiply_sides<2>(side ? up : gate, side ? gate : up, block * BLOCK, rows, shared);
     const float* sums = reinterpret_cast<const float*>(shared);
-    for (int first = 0; first < tile.count; first += 2 * SIDE_THREADS / OCTET) {
-        const bool writes = first + octet_row() < tile.count;
-        const int row = smaller(first + octet_row(), tile.count - 1);
-        const float* gate_sums = sums + row * SUMS_STRIDE;
-        const int64 place = static_cast<int64>(list[row]) * inner_width;
-        write_hidden(layers, tile.expert, block, gate_sums, gate_sums + ROW_TILE * SUMS_STRIDE, threadIdx.x % OCTET,
-                     writes, halves + place, floats + place);
+    const Layer& down = layer_of(layers, tile.expert, DOWN);
+    const bool rounds = is_trellis(down);
+    const OutputBlock gates(gate, block, j), ups(up, block, j);
+    const OctetScales scales(down.input_scales, block, j);
+    for (int first = threadIdx.x / WARP * OCTETS; first < tile.count; first += 2 * SIDE_THREADS / OCTET) {
+        const int own = first + octet_row(), row = smaller(own, tile.count - 1);
+        float hidden_values[OCTET_VALUES], up_values[OCTET_VALUES];
+        load_octet(sums + row * SUMS_STRIDE, j, hidden_values);
+        load_octet(sums + (ROW_TILE + row) * SUMS_STRIDE, j, up_values);
+        gates.finish(hidden_values, j);
+        ups.finish(up_values, j);
+#pragma unroll
+        for (int i = 0; i < OCTET_VALUES; i++) hidden_values[i] = silu32(hidden_values[i]) * up_values[i];
+        const int64 place = static_cast<int64>(pair_of[row]) * inner_width;
+        if (rounds) write_input(scales, block, hidden_values, j, own < tile.count, halves + place);
+        else if (own < tile.count) store_octet(hidden_values, j, floats + place + block * BLOCK);
     }
 }
 
@@ -295,21 +362,29 @@ extern "C" __global__ void __launch_bounds__(SIDE_THREADS, 2) multiply_down(
     const Layer* layers, const RowTile* tiles, const int* members, const half_bits* halves, const float* floats,
     int inner_width, const float* weights, const float* gate_logits, float* terms, int width, int chosen) {
     STAGES_AND_SUMS(shared);
+    __shared__ int pair_of[ROW_TILE];
+    __shared__ float weight_of[ROW_TILE];
     const RowTile tile = tiles[blockIdx.y];
     if (tile.count == 0) return;
-    const int block = blockIdx.x;
+    const int block = blockIdx.x, j = threadIdx.x % OCTET;
     const Layer& down = layer_of(layers, tile.expert, DOWN);
     const int* list = members + tile.first;
-    const Rows rows = {list, tile.count, halves, inner_width, floats, inner_width, inner_width, 1};
+    for (int row = threadIdx.x; row < tile.count; row += SIDE_THREADS) {
+        const int pair = list[row], x_row = pair / (chosen + 1), choice = pair % (chosen + 1);
+        pair_of[row] = pair;
+        weight_of[row] = choice == chosen ? sigmoid32(gate_logits[x_row]) : weights[x_row * chosen + choice];
+    }
+    const Rows rows = {list, tile.count, halves, 0u, inner_width, floats, inner_width, inner_width, 1};
     multiply_sides<1>(down, down, block * BLOCK, rows, shared);
     const float* sums = reinterpret_cast<const float*>(shared);
-    for (int first = 0; first < tile.count; first += SIDE_THREADS / OCTET) {
-        const bool is_row = first + octet_row() < tile.count;
-        const int row = smaller(first + octet_row(), tile.count - 1);
-        const int64 pair = list[row];
-        const int x_row = pair / (chosen + 1), choice = pair % (chosen + 1);
-        const float weight = choice == chosen ? sigmoid32(gate_logits[x_row]) : weights[x_row * chosen + choice];
-        write_terms(down, block, sums + row * SUMS_STRIDE, weight, threadIdx.x % OCTET, is_row,
-                    terms + pair * width + block * BLOCK);
+    const OutputBlock outputs(down, block, j);
+    for (int first = threadIdx.x / WARP * OCTETS; first < tile.count; first += SIDE_THREADS / OCTET) {
+        const int own = first + octet_row(), row = smaller(own, tile.count - 1);
+        float v[OCTET_VALUES];
+        load_octet(sums + row * SUMS_STRIDE, j, v);
+        outputs.finish(v, j);
+#pragma unroll
+        for (int i = 0; i < OCTET_VALUES; i++) v[i] = weight_of[row] * v[i];
+        if (own < tile.count) store_octet(v, j, terms + static_cast<int64>(pair_of[row]) * width + block * BLOCK);
     }
 }

@@ -109,7 +109,8 @@ extern "C" __global__ void __launch_bounds__(PREPARE_WARPS * WARP) prepare_rows(
             float own[OCTET_VALUES];
 #pragma unroll
             for (int i = 0; i < OCTET_VALUES; i++) own[i] = values[i];
-            write_input(layer, block, own, j, octet_block < blocks, ready + (projection * pairs + pair) * width);
+            write_input(OctetScales(layer.input_scales, block, j), block, own, j, octet_block < blocks,
+                        ready + (projection * pairs + pair) * width);
         }
     }
 }
