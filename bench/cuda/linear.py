@@ -150,7 +150,7 @@ def many_times(inputs: int, outputs: int, bits: int, rows: int) -> Iterator[Entr
         yield entry(f"{name}, {what}", taken, floor, operations, "TFLOP/s")
     expand = milliseconds(partial(cuda.expanded, layer), 5)
     yield entry(f"{name}, expand", expand, 2.0 * inputs * outputs / COPY_RATE, 0, "-")
-    weights, part = cuda.expanded(layer), next(cuda_products.passes(rows, outputs, layer.shards))
+    weights, part = cuda.expanded(layer), cuda_products.passes(rows, outputs, layer.shards)[0]
     count, width = part.stored_rows, part.outputs
     halves = torch.randn((1, count, inputs), device=memory.device()).half()
     sums = memory.empty((layer.shards, 1, count, width))

@@ -1,6 +1,7 @@
 """Every kernel of the package compiles for every architecture that isobit supports; no GPU is needed."""
 
 import sys
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from isobit.model.load import load_model  # noqa: E402
 from isobit.model.plan import Plan, Segment  # noqa: E402
 from isobit.ops import load_ops  # noqa: E402
 from isobit.ops.contract import registered  # noqa: E402
+from isobit.ops.gated_residual import cuda as gated_residual  # noqa: E402
 from isobit.ops.linear import cuda as linear  # noqa: E402
 from isobit.ops.linear.contract import random_plain, random_trellis  # noqa: E402
 from isobit.ops.sample import Draw  # noqa: E402
@@ -81,6 +83,9 @@ def run_layers() -> None:
     for implementation in op.implementations:
         op.call(implementation, case, op.begin(case), together(case)[0])
     op.call("few_rows", case, op.begin(case), together(case)[0][:1])
+    for shape in gated_residual.DOWN_SHAPES:
+        with patch.object(gated_residual, "down_shape", return_value=shape):
+            op.call("many_rows", case, op.begin(case), together(case)[0])
 
 
 @pytest.mark.usefixtures("cuda_compiler")

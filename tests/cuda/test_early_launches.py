@@ -1,6 +1,5 @@
 """How a kernel is launched on a GPU: early in graphs only, and only where it says that it awaits its inputs."""
 
-from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -44,7 +43,7 @@ def launched(early: bool, capturing: bool, able: bool = True, allowed: bool = Tr
     fake = FakeDriver()
     kernel._driver, kernel._name = fake, "kernel"
     kernel._late, kernel._early = (kernels._Function(None, handle, 1 << 14) for handle in ("late", "early"))
-    kernel._stream, kernel._is_capturing = lambda: SimpleNamespace(cuda_stream=STREAM), lambda: capturing
+    kernel._stream, kernel._is_capturing = lambda: STREAM, lambda: capturing
     kernel._can_be_early = able
     with patch.object(kernels, "EARLY_IN_GRAPHS", allowed):
         kernel((5, 4), 96, 1, 2.0, None, shared=1024, early=early)

@@ -152,6 +152,20 @@ def test_little_shared_memory_lengthens_the_read_of_few_rows_but_changes_no_byte
     assert launched == ["down_few", "mix_few", "norm_streams", "few_rows_plain", "mix_few"]
 
 
+@pytest.mark.parametrize("shape", cuda.DOWN_SHAPES)
+def test_the_shape_of_a_block_of_down_changes_no_byte(shape, monkeypatch):
+    rows = np.arange(40) % len(WHOLE.rows)
+    expected = read(WHOLE, rows, cuda.FEW_ROWS)
+    monkeypatch.setattr(cuda, "down_shape", lambda *sizes: shape)
+    assert first_difference(read(WHOLE, rows, cuda.MANY_ROWS), expected) is None
+
+
+def test_blocks_of_down_are_small_where_there_are_multiprocessors_for_them(monkeypatch):
+    monkeypatch.setattr(memory, "EMULATED_MULTIPROCESSORS", 132)
+    shapes = [cuda.down_shape(rows, 4, 336) for rows in (65, 512, 513, 1024, 1025, 6144)]
+    assert [cuda.DOWN_SHAPES.index(shape) for shape in shapes] == [0, 0, 1, 1, 2, 2]
+
+
 @pytest.mark.parametrize("width", [40, 3200])
 def test_the_norms_of_a_write_are_those_of_a_norm(width):
     rng = np.random.default_rng(width)

@@ -116,4 +116,4 @@ def _shared_bytes() -> int:
     """Shared memory of a multiprocessor."""
     if memory.is_emulated():
         return HOPPER_SHARED_BYTES
-    return int(torch.cuda.get_device_properties(memory.device()).shared_memory_per_multiprocessor)
+    return int(memory.properties().shared_memory_per_multiprocessor)

@@ -13,7 +13,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from struct import Struct, calcsize
 from typing import Any, Protocol
+
+import torch
 
 from isobit.cuda import compile as compiler
 from isobit.cuda import memory
@@ -25,6 +28,8 @@ OUT_OF_MEMORY = "CUDA_ERROR_OUT_OF_MEMORY"
 EARLY_IN_GRAPHS = True  # whether kernels begin early there; bench/cuda compares
 EARLY_FROM = (9, 0)  # compute capability
 ALL_SHARED_PERCENT = 100
+ARGUMENT_BYTES = 8
+POINTER, INTEGER, FLOAT, DOUBLE = "Q", "q", "f4x", "d"  # as `struct` has them; the driver reads as much as it needs
 
 
 class Long:
@@ -100,27 +105,87 @@ def load(source: str, name: str, **defines: int) -> Kernel:
     return _kernel(source, name, tuple(sorted(defines.items())))
 
 
-def packed(arguments: tuple[Any, ...]) -> tuple[ctypes.Array, list[Any]]:
-    """(void*[n] of addresses, the values they point to)."""
+class Arguments:
+    """Room for a kernel's arguments of certain kinds, and their addresses; 8 bytes for each, and each of a struct.
+
+    kinds: of each argument, what `struct` calls it. address: of void*[n], which point to the arguments.
+    """
+
+    def __init__(self, kinds: tuple[str, ...]):
+        layout = Struct("<" + "".join(kinds))
+        values = layout.size // ARGUMENT_BYTES
+        self._room = (ctypes.c_uint64 * (values + len(kinds)))()
+        self._pack_into = layout.pack_into
+        at = ctypes.addressof(self._room)
+        self.address = at + layout.size
+        for index, kind in enumerate(kinds):
+            self._room[values + index] = at
+            at += calcsize("<" + kind)
+
+    def hold(self, values: list[Any]) -> None:
+        """These are the arguments from here on."""
+        self._pack_into(self._room, 0, *values)
+
+
+_free_arguments: dict[tuple[str, ...], list[Arguments]] = {}
+
+
+def take_arguments(given: tuple[Any, ...]) -> tuple[Arguments, list[Arguments]]:
+    """(What holds the arguments of a launch, the list to append it to once the kernel is launched)."""
+    kinds: list[str] = []
     values: list[Any] = []
-    for given in arguments:
-        argument = given.tensor if isinstance(given, Constant) else given
-        if argument is None:
-            values.append(ctypes.c_void_p(0))
-        elif isinstance(argument, bool | int):
-            values.append(ctypes.c_int32(argument))
-        elif isinstance(argument, float):
-            values.append(ctypes.c_float(argument))
-        elif isinstance(argument, Long):
-            values.append(ctypes.c_int64(argument.value))
-        elif isinstance(argument, Double):
-            values.append(ctypes.c_double(argument.value))
-        elif isinstance(argument, Fields):
-            values.append((ctypes.c_uint64 * len(argument.values))(*map(_field, argument.values)))
+    for argument in given:
+        kind = type(argument)
+        if kind is Constant or kind is Settled:
+            argument = argument.tensor
+            kind = type(argument)
+        # Most are these two, and there are many launches to a forward.
+        if kind is torch.Tensor:
+            kinds.append(POINTER)
+            values.append(argument.data_ptr())
+        elif kind is int:
+            kinds.append(INTEGER)
+            values.append(argument)
         else:
-            values.append(ctypes.c_void_p(argument.data_ptr()))
-    addresses = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
-    return addresses, values
+            _append(argument, kinds, values)
+    key = tuple(kinds)
+    free = _free_arguments.get(key)
+    if free is None:
+        free = _free_arguments.setdefault(key, [])
+    # Other threads launch, too: to take one of a list is a single step.
+    try:
+        taken = free.pop()
+    except IndexError:
+        taken = Arguments(key)
+    taken.hold(values)
+    return taken, free
+
+
+def _append(argument: Any, kinds: list[str], values: list[Any]) -> None:
+    """Add an argument's kind and what is stored of it."""
+    if argument is None:
+        kinds.append(POINTER)
+        values.append(0)
+    elif isinstance(argument, torch.Tensor):
+        kinds.append(POINTER)
+        values.append(argument.data_ptr())
+    elif isinstance(argument, int):
+        kinds.append(INTEGER)
+        values.append(argument)
+    elif isinstance(argument, float):
+        kinds.append(FLOAT)
+        values.append(argument)
+    elif isinstance(argument, Fields):
+        kinds.append(f"{len(argument.values)}{INTEGER}")
+        values.extend(map(_field, argument.values))
+    elif isinstance(argument, Long):
+        kinds.append(INTEGER)
+        values.append(argument.value)
+    elif isinstance(argument, Double):
+        kinds.append(DOUBLE)
+        values.append(argument.value)
+    else:
+        raise TypeError(f"a kernel takes no {type(argument).__name__}")
 
 
 def _field(given: Any) -> int:
@@ -132,8 +197,10 @@ def _field(given: Any) -> int:
 
 def three(size: Size) -> tuple[int, int, int]:
     """A grid or block size as three numbers."""
-    x, y, z = (*((size,) if isinstance(size, int) else size), 1, 1)[:3]
-    return int(x), int(y), int(z)
+    if isinstance(size, int):
+        return size, 1, 1
+    x, y, z = (*size, 1, 1)[:3]
+    return x, y, z
 
 
 _rehearsed: str | None = None
@@ -173,13 +240,12 @@ def _run_nothing(grid: Size, block: Size, *arguments: Any, shared: int = 0, earl
 
 class _GpuKernel:
     def __init__(self, kernel: Kernel):
-        import torch
         from cuda.bindings import driver
 
         torch.cuda.init()
         self._name, self._entry = repr(kernel), kernel.name.encode()
         self._driver = driver
-        self._stream = torch.cuda.current_stream
+        self._stream = memory.current_stream
         self._is_capturing = torch.cuda.is_current_stream_capturing
         self._can_be_early = memory.architecture() >= EARLY_FROM
         self._kernel = kernel
@@ -198,10 +264,10 @@ class _GpuKernel:
             attribute = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             self._checked(self._driver.cuFuncSetAttribute(function.handle, attribute, shared))
             function.shared = shared
-        addresses, _values = packed(arguments)
         launch = self._launch_early if function is self._early else self._launch_late
-        stream = self._stream().cuda_stream
-        launch(function, three(grid), three(block), shared, stream, ctypes.addressof(addresses))
+        taken, free = take_arguments(arguments)
+        launch(function, three(grid), three(block), shared, self._stream(), taken.address)
+        free.append(taken)
 
     def _launch_late(
         self, function: "_Function", grid: tuple, block: tuple, shared: int, stream: int, addresses: int

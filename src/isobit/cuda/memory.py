@@ -71,7 +71,12 @@ def device() -> torch.device:
 
 def architecture() -> tuple[int, int]:
     """The compute capability; under the emulator (0, 0), or what `emulate` was told."""
-    return _emulated_capability if _emulated else torch.cuda.get_device_capability(device())
+    return _emulated_capability if _emulated else _capability()
+
+
+@cache
+def _capability() -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device())
 
 
 def most_shared_bytes() -> int:
@@ -86,7 +91,24 @@ def multiprocessors() -> int:
     """How many blocks' worth of hardware there is."""
     if _emulated:
         return EMULATED_MULTIPROCESSORS
-    return int(torch.cuda.get_device_properties(device()).multi_processor_count)
+    return int(properties().multi_processor_count)
+
+
+@cache
+def properties() -> Any:
+    """What PyTorch knows of the GPU; not to be asked for under the emulator."""
+    return torch.cuda.get_device_properties(device())
+
+
+def current_stream() -> int:
+    """The driver's handle of the stream that this thread launches on."""
+    if _raw_stream is None:
+        return int(torch.cuda.current_stream().cuda_stream)
+    return int(_raw_stream(_checked_gpu().index))
+
+
+# What PyTorch's own compiler launches with; to make a Stream of it takes longer than a launch.
+_raw_stream: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
 def _allocated(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

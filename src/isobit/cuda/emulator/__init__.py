@@ -30,11 +30,13 @@ class EmulatedKernel:
     def __call__(
         self, grid: kernels.Size, block: kernels.Size, *arguments: Any, shared: int = 0, early: bool = False
     ) -> None:
-        addresses, _values = kernels.packed(arguments)
+        taken, free = kernels.take_arguments(arguments)
         shape = (ctypes.c_uint32 * 6)(*kernels.three(grid), *kernels.three(block))
         awaited = _regions(arguments) if early else []
         regions = (_Region * len(awaited))(*awaited)
-        problem = self._launch(shape, ctypes.c_size_t(shared), addresses, regions, ctypes.c_size_t(len(awaited)))
+        addresses, bytes_shared = ctypes.c_void_p(taken.address), ctypes.c_size_t(shared)
+        problem = self._launch(shape, bytes_shared, addresses, regions, ctypes.c_size_t(len(awaited)))
+        free.append(taken)
         if problem:
             raise KernelError(f"kernel {self._name}: {problem.decode()}")
 

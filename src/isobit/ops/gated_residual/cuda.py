@@ -1,7 +1,7 @@
 """Gated residual streams on CUDA."""
 
 from dataclasses import dataclass, replace
-from typing import Any
+from math import prod
 
 import numpy as np
 import torch
@@ -30,9 +30,8 @@ THREADS = 256
 ADD_THREADS = 128
 FETCH_BLOCKS = 16  # that ask for a site's weights
 ROW_TILE, MOST_OWN_ROWS = 8, 8  # rows of a product's operand; up to how many rows each block activates them itself
-DOWN_ROWS, DOWN_TILES, DOWN_THREADS = 64, 24, 384  # of a block of down.cu
+DOWN_WARPS = 12  # of a block of down.cu
 DOWN_STAGES, STAGE_INPUTS = 3, 64  # whose halves of rows, weights and norm weights down.cu shares, beside inverse norms
-DOWN_SHARED = DOWN_STAGES * STAGE_INPUTS * (2 * 2 * DOWN_ROWS + 2 * TILE * DOWN_TILES + FLOAT_BYTES)
 WARPGROUP_ARCHITECTURES = ((9, 0),)  # whose tensor cores take rows from shared memory, to more speed and the same bits
 MIX_COLUMNS, MIX_ROW_TILES, MIX_THREADS = 4, 12, 384  # tiles of a unit of mix.cu; of a block
 MOST_STEPS = 24  # of 16 inputs of `up`, whose weights a lane holds
@@ -43,6 +42,35 @@ OWN_BYTES = 1 << 10  # at most, that a block of down_few.cu shares beside its ch
 MOST_OWN_TERMS = 32  # of an output of all these rows, that each block of mix_few adds itself
 
 Written = tuple[torch.Tensor, torch.Tensor]  # an injection [R, S] and y [R, H]
+
+
+@dataclass(frozen=True)
+class DownShape:
+    """A block of down.cu: its rows, and the tiles of 16 outputs of a warp."""
+
+    rows: int
+    warp_tiles: int
+
+    @property
+    def outputs(self) -> int:
+        return TILE * DOWN_WARPS * self.warp_tiles
+
+    def shared(self, streams: int) -> int:
+        """Bytes that it shares."""
+        stages = DOWN_STAGES * STAGE_INPUTS * (2 * 2 * self.rows + 2 * self.outputs + FLOAT_BYTES)
+        return stages + self.rows * streams * FLOAT_BYTES
+
+    def grid(self, rows: int, shards: int, outputs: int) -> tuple[int, int, int]:
+        return -(-rows // self.rows), shards, -(-outputs // self.outputs)
+
+
+DOWN_SHAPES = (DownShape(32, 1), DownShape(64, 1), DownShape(64, 2))  # ever more work a block
+
+
+def down_shape(rows: int, shards: int, outputs: int) -> DownShape:
+    """The smallest blocks of which each has a multiprocessor, since one works through its inputs at a fixed pace."""
+    fitting = (shape for shape in DOWN_SHAPES if prod(shape.grid(rows, shards, outputs)) <= memory.multiprocessors())
+    return next(fitting, DOWN_SHAPES[-1])
 
 
 @dataclass(frozen=True)
@@ -81,8 +109,8 @@ class GatedResidual:
 
     @property
     def down_shared(self) -> int:
-        """Bytes that a block of down_many shares."""
-        return DOWN_SHARED + DOWN_ROWS * self.streams * FLOAT_BYTES
+        """The most bytes that a block of down_many shares."""
+        return DOWN_SHAPES[-1].shared(self.streams)
 
     @property
     def mix_shared(self) -> int:
@@ -206,8 +234,7 @@ def _shared_memory() -> int:
     """The most bytes that a block can share."""
     if memory.is_emulated():
         return EMULATED_SHARED
-    properties: Any = torch.cuda.get_device_properties(memory.device())
-    return int(properties.shared_memory_per_block_optin)
+    return int(memory.properties().shared_memory_per_block_optin)
 
 
 def _read_few_rows(
@@ -316,11 +343,13 @@ def down_sums(streams: torch.Tensor, inverse: torch.Tensor, site: GatedResidual)
     rows, down = len(streams), site.down
     columns = down.stored_outputs
     sums = memory.empty((2 * down.shards, rows, columns))
+    shape = down_shape(rows, down.shards, columns)
+    defines = {"BLOCK_ROWS": shape.rows, "WARP_TILES": shape.warp_tiles, **site.defines}
     warpgroups = int(memory.architecture() in WARPGROUP_ARCHITECTURES)
-    kernel = kernels.load(DOWN, "down_many", WARPGROUPS=warpgroups, **site.defines)
-    grid = -(-rows // DOWN_ROWS), down.shards, -(-columns // (TILE * DOWN_TILES))
+    kernel = kernels.load(DOWN, "down_many", WARPGROUPS=warpgroups, **defines)
     arrays = _fragments(down), streams, inverse, site.norm_weight, sums
-    kernel(grid, DOWN_THREADS, *arrays, rows, columns, shared=site.down_shared)
+    grid, shared = shape.grid(rows, down.shards, columns), shape.shared(site.streams)
+    kernel(grid, DOWN_WARPS * WARP, *arrays, rows, columns, shared=shared)
     return sums
 
 

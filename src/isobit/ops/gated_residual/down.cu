@@ -2,7 +2,8 @@
 //
 // Their weights lie together as the A operand's registers, uint4 [columns / 16, inputs / 16, 32]. The normed streams
 // are the B operand, as a half and the half of what that leaves: two chains an output and k-shard.
-// Macro WARPGROUPS: 1 for the products of wgmma.cuh; the others give the same bytes.
+// Macros: WARPGROUPS, 1 for the products of wgmma.cuh; the others give the same bytes. BLOCK_ROWS, 32 or 64;
+// WARP_TILES, tiles of 16 outputs of a warp.
 #include "device.cuh"
 #include "ops/gated_residual/read.cuh"
 #if WARPGROUPS
@@ -14,10 +15,10 @@ constexpr int ALL_STEPS = WIDE / SIDE;
 constexpr int BLOCK_STEPS = 128 / SIDE;
 constexpr int BLOCKS = (ALL_STEPS + BLOCK_STEPS - 1) / BLOCK_STEPS;
 
-constexpr int ROWS = 64;                                   // of a block
+constexpr int ROWS = BLOCK_ROWS;
 constexpr int STAGE = 4, STAGE_INPUTS = STAGE * SIDE;      // steps that are staged at a time
 constexpr int WEIGHT_STAGES = 3, INPUT_STAGES = 3;         // a product may still read the last stage of inputs but one
-constexpr int DOWN_WARPS = 12, WARP_TILES = 2, TILES = DOWN_WARPS * WARP_TILES;
+constexpr int DOWN_WARPS = 12, TILES = DOWN_WARPS * WARP_TILES;
 constexpr int DOWN_THREADS = DOWN_WARPS * WARP;
 constexpr int GROUPS = 2 * ROWS / ROW_TILE;                // of rows of the halves, then of what they leave
 constexpr int CHAINS = 4 * GROUPS;                         // of a lane in a tile

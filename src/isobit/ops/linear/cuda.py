@@ -512,19 +512,19 @@ def many_rows(x: torch.Tensor, handle: TrellisLayer | HalfLayer, y: torch.Tensor
     """y of any number of rows, some thousands at a time: weights expanded once, products at the tensor cores' rate."""
     weights, bounds = expanded(handle), handle.shard_bounds
     parts = handle.parts if isinstance(handle, HalfLayer) else 1
-    halves = sums = memory.empty((0,))
+    halves = sums = None
     for part in cuda_products.passes(len(x), handle.stored_outputs, handle.shards * parts):
-        rows = slice(part.first_row, part.first_row + part.rows)
-        if part.first_output == 0:
+        own_x, own_y = part.rows_of(x), part.rows_of(y)
+        if halves is None or part.first_output == 0:
             halves = memory.empty((parts, part.stored_rows, handle.stored_inputs), torch.float16)
-            round_inputs(x[rows], handle, halves)
+            round_inputs(own_x, handle, halves)
         shape = handle.shards, parts, part.stored_rows, part.outputs
-        if sums.shape != shape:
+        if sums is None or sums.shape != shape:
             sums = memory.empty(shape)
-        own_weights = weights[part.first_output : part.first_output + part.outputs]
+        own_weights = part.outputs_of(weights)
         for index in range(parts):
             cuda_products.products(halves[index], own_weights, bounds, sums[:, index], own_product)
-        finish_outputs(sums, handle, y[rows], part.first_output)
+        finish_outputs(sums, handle, own_y, part.first_output)
 
 
 def round_inputs(x: torch.Tensor, handle: TrellisLayer | HalfLayer, halves: torch.Tensor) -> None:

@@ -1,6 +1,7 @@
 """Linear layers on the device: what their kernels read, and how stored weights become it."""
 
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 
 import numpy as np
@@ -48,10 +49,16 @@ class Layer:
         return -(-self.stored_inputs // BLOCK)
 
     @property
-    def shard_bounds(self) -> list[tuple[int, int]]:
+    def shard_bounds(self) -> tuple[tuple[int, int], ...]:
         """Each shard's first input and the one past its last."""
-        cuts = [shard * self.input_blocks // self.shards * BLOCK for shard in range(self.shards + 1)]
-        return [(first, min(last, self.stored_inputs)) for first, last in pairwise(cuts)]
+        return shard_bounds(self.stored_inputs, self.shards)
+
+
+@cache
+def shard_bounds(inputs: int, shards: int) -> tuple[tuple[int, int], ...]:
+    """Where shards of whole blocks of 128 inputs begin and end."""
+    cuts = [shard * -(-inputs // BLOCK) // shards * BLOCK for shard in range(shards + 1)]
+    return tuple((first, min(last, inputs)) for first, last in pairwise(cuts))
 
 
 @dataclass(frozen=True)

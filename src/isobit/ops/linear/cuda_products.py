@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 
 import torch
 
@@ -15,8 +15,9 @@ PASS_ROWS = (128, 256, 512, 1024, 1536, 2048, 3072, 4096, 6144, 8192)  # that cu
 SCRATCH_VALUES = 1 << 28  # of a pass's sums, at most: 1 GiB
 OUTPUT_BLOCK = 128  # that are rotated together
 CHECKED_ARCHITECTURES = ((9, 0),)
+MOST_PLANS = 1 << 12  # of products' shapes that are kept
 
-Bounds = list[tuple[int, int]]
+Bounds = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
@@ -29,9 +30,28 @@ class Pass:
     outputs: int
     stored_rows: int
 
+    def rows_of(self, array: torch.Tensor) -> torch.Tensor:
+        """The pass's rows of an array of all rows."""
+        return array if len(array) == self.rows else array[self.first_row : self.first_row + self.rows]
 
-def passes(rows: int, outputs: int, terms: int) -> Iterator[Pass]:
+    def outputs_of(self, weights: torch.Tensor) -> torch.Tensor:
+        """The weights [N, K] of the pass's outputs."""
+        if len(weights) == self.outputs:
+            return weights
+        return weights[self.first_output : self.first_output + self.outputs]
+
+
+def passes(rows: int, outputs: int, terms: int) -> tuple[Pass, ...]:
     """Cut a product whose outputs are sums of `terms` chains so that each pass fits the scratch; row after row."""
+    return _passes(memory.architecture(), rows, outputs, terms)
+
+
+@lru_cache(maxsize=MOST_PLANS)
+def _passes(_: tuple[int, int], rows: int, outputs: int, terms: int) -> tuple[Pass, ...]:
+    return tuple(_cut(rows, outputs, terms))
+
+
+def _cut(rows: int, outputs: int, terms: int) -> Iterator[Pass]:
     most_rows = PASS_ROWS[-1]
     for first_row in range(0, rows, most_rows):
         count = min(rows - first_row, most_rows)
@@ -56,12 +76,13 @@ def products(x: torch.Tensor, weights: torch.Tensor, bounds: Bounds, sums: torch
     no byte.
     """
     rows, inputs = x.shape
-    widths = {last - first for first, last in bounds}
-    if not own_kernel and all(cublas_sums_in_order(rows, len(weights), width, inputs) for width in widths):
+    if own_kernel or not _all_in_order(memory.architecture(), rows, len(weights), bounds, inputs):
+        by_own_kernel(x, weights, sums)
+    elif len(bounds) == 1:
+        by_cublas(x, weights, sums[0])
+    else:
         for (first, last), out in zip(bounds, sums, strict=True):
             by_cublas(x[:, first:last], weights[:, first:last], out)
-    else:
-        by_own_kernel(x, weights, sums)
 
 
 def by_own_kernel(x: torch.Tensor, weights: torch.Tensor, sums: torch.Tensor) -> None:
@@ -78,6 +99,13 @@ def by_own_kernel(x: torch.Tensor, weights: torch.Tensor, sums: torch.Tensor) ->
 def by_cublas(x: torch.Tensor, weights: torch.Tensor, out: torch.Tensor) -> None:
     """out [R, N] float32 = x [R, K] weights [N, K]^T; the views' rows may lie apart."""
     torch.mm(x, weights.T, out_dtype=torch.float32, out=out)
+
+
+@lru_cache(maxsize=MOST_PLANS)
+def _all_in_order(_: tuple[int, int], rows: int, outputs: int, bounds: Bounds, row_stride: int) -> bool:
+    """Whether cuBLAS gives the bits of one ascending chain for each shard."""
+    widths = {last - first for first, last in bounds}
+    return all(cublas_sums_in_order(rows, outputs, width, row_stride) for width in widths)
 
 
 def cublas_sums_in_order(rows: int, outputs: int, inputs: int, row_stride: int) -> bool:
