@@ -233,6 +233,35 @@ def test_layers_of_one_launch_have_the_bytes_of_each_alone(rows, columns, fused,
     assert all(are_zero(handle) for handle in handles if isinstance(handle, cuda_layers.TrellisLayer))
 
 
+@pytest.mark.parametrize("rows", [65, 200, cuda.MOST_FEW_PLAIN_ROWS, cuda.MOST_FEW_PLAIN_ROWS + 1])
+def test_plain_layers_of_some_rows_have_the_bytes_of_many_rows(rows, monkeypatch):
+    rng = np.random.default_rng(10)
+    weights = [
+        random_plain(rng, 70, 41, "float16"),
+        random_trellis(rng, 70, 128, "mul1", 3),
+        random_plain(rng, 70, 600, "float16"),
+        random_plain(rng, 70, 48, "float16"),
+    ]
+    x = adversarial_rows(rng, rows, 70)
+    handles = [cuda.prepare_linear(layer) for layer in weights]
+    expected = [on_host(x, handle, cuda.OWN_PRODUCT).tobytes() for handle in handles]
+    launches = []
+    launch = cuda._multiply_plain
+    monkeypatch.setattr(
+        cuda, "_multiply_plain", lambda x, layers, *rest: (launches.append(len(layers)), launch(x, layers, *rest))
+    )
+    assert [memory.to_host(y).tobytes() for y in cuda.linears(memory.to_device(x), handles)] == expected
+    assert [on_host(x, handle).tobytes() for handle in handles] == expected
+    assert sorted(launches) == ([1, 1, 1, 1, 2] if rows <= cuda.MOST_FEW_PLAIN_ROWS else [])
+
+
+def test_plain_layers_with_shards_are_computed_as_many_rows_from_65_on():
+    x, weights = rows_of("4 plain shards", 66)
+    handle = cuda.prepare_linear(weights)
+    assert cuda.most_few_rows(handle) == cuda.MOST_FEW_ROWS
+    assert on_host(x, handle).tobytes() == on_host(x, handle, cuda.OWN_PRODUCT).tobytes()
+
+
 def are_zero(handle):
     """Whether what a call is to leave zero is."""
     return not memory.to_host(handle.counters).any() and not memory.to_host(handle.passed).any()

@@ -222,10 +222,10 @@ mix_few(const uint4* __restrict__ up, const float* values, const uint2* low, con
     }
 }
 
-// Many rows: units of 96 rows and 64 columns of the result, columns by columns; each block has consecutive units, and
+// Many rows: units of 128 rows and 64 columns of the result, columns by columns; each block has consecutive units, and
 // keeps the weights of its columns in shared memory. A warp has 16 columns of all streams and 32 rows, and waits for
 // the others only where columns change: while some multiply, others mix.
-constexpr int MIX_COLUMNS = 4, MIX_ROW_GROUPS = 3, GROUP_TILES = 4;
+constexpr int MIX_COLUMNS = 4, MIX_ROW_GROUPS = 4, GROUP_TILES = 4;
 constexpr int MIX_WARPS = MIX_COLUMNS * MIX_ROW_GROUPS, MIX_THREADS = MIX_WARPS * WARP;
 constexpr int MIX_TILES = MIX_ROW_GROUPS * GROUP_TILES;
 constexpr int COLUMN_TILES = HIDDEN / SIDE;

@@ -38,6 +38,7 @@ FINISHED_ROWS = 4  # of more than 16, that a warp rotates out together, as in fe
 ROTATED_BYTES = 64 << 10  # of rotated inputs that a block makes at most
 COPIED_BYTES = 96 << 10  # that it copies at most, rather than reading them for every column
 BLOCK_COLUMNS = BLOCK // TILE
+MOST_FEW_PLAIN_ROWS = 256  # of layers that are not cut into shards, in blocks of 64: in place of five launches, one
 MOST_GROUPED = 4  # layers of one launch, as in few_rows.cu and few_rows_plain.cu
 WIDE_COLUMNS = 16  # of tiles for each multiprocessor, from which on every warp has its own
 WIDE_STAGES = 3
@@ -67,7 +68,7 @@ def linear(x: torch.Tensor, handle: LinearHandle, how: int = BY_ROW_COUNT) -> to
     y = memory.empty((rows, handle.out_features))
     if not rows:
         return y
-    few = how in (FEW_ROWS, AS_WIDE) or (how == BY_ROW_COUNT and rows <= MOST_FEW_ROWS)
+    few = how in (FEW_ROWS, AS_WIDE) or (how == BY_ROW_COUNT and rows <= most_few_rows(handle))
     if isinstance(handle, FloatLayer):
         float_rows(x, handle, y, few)
     elif how == AS_WIDE and isinstance(handle, TrellisLayer) and handle.shards == 1:
@@ -77,6 +78,11 @@ def linear(x: torch.Tensor, handle: LinearHandle, how: int = BY_ROW_COUNT) -> to
     else:
         many_rows(x, handle, y, how == OWN_PRODUCT)
     return y
+
+
+def most_few_rows(handle: LinearHandle) -> int:
+    """Up to how many rows a layer is computed by the kernels of few rows."""
+    return MOST_FEW_PLAIN_ROWS if isinstance(handle, HalfLayer) and handle.shards == 1 else MOST_FEW_ROWS
 
 
 def checked(x: torch.Tensor, handle: LinearHandle) -> None:
@@ -89,10 +95,17 @@ def checked(x: torch.Tensor, handle: LinearHandle) -> None:
 
 def linears(x: torch.Tensor, handles: Sequence[LinearHandle]) -> list[torch.Tensor]:
     """Different layers of the same x: what `linear` gives for each; few rows in one launch, or side by side."""
-    if not 0 < len(x) <= MOST_FEW_ROWS:
+    rows = len(x)
+    if not 0 < rows <= MOST_FEW_PLAIN_ROWS:
         return [linear(x, handle) for handle in handles]
     outputs: dict[int, torch.Tensor] = {}
-    side_by_side([partial(_compute_group, x, handles, group, outputs) for group in groups_of(handles)])
+    if rows <= MOST_FEW_ROWS:
+        side_by_side([partial(_compute_group, x, handles, group, outputs) for group in groups_of(handles)])
+    else:
+        for group in groups_of(handles):
+            is_few = rows <= most_few_rows(handles[group[0]])
+            for part in [group] if is_few else [(index,) for index in group]:
+                _compute_group(x, handles, part, outputs)
     return [outputs[index] for index in range(len(handles))]
 
 
@@ -160,7 +173,7 @@ def _side_stream() -> torch.cuda.Stream:
 
 
 def few_rows(x: torch.Tensor, handle: TrellisLayer | HalfLayer, y: torch.Tensor) -> None:
-    """y [R, out_features] of up to 64 rows."""
+    """y [R, out_features] of up to 64 rows, of a plain layer without shards any number."""
     if isinstance(handle, TrellisLayer):
         few_trellis_rows(x, [handle], [y])
     else:
