@@ -23,7 +23,7 @@ import numpy as np
 import peer_exllamav3
 
 ENGINES = ("isobit", "exllamav3")
-PROMPTS = (3001, 6144, 12001)  # tokens
+PROMPTS = (3001, 6144, 12001, 256)  # tokens
 CONTEXTS = (256, 4096)  # tokens
 LANES = (1, 4)
 WARM_UP_STEPS = 8

@@ -26,6 +26,7 @@ PYTHON = (sys.executable,)
 CLI = (*PYTHON, "-m", "isobit")
 PYTEST = (*PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider")
 SANITIZERS = ("memcheck", "racecheck", "synccheck")
+MANY_ROWS_WORDS = 6  # pairs of words, which are more than 64 tokens
 CHECKING = {"racecheck": {"ISOBIT_RACECHECK": "1"}}  # variables of a tool's own build of the kernels
 # Of the scripts here: those that are no step of their name, that read a checkpoint, and what shortens some.
 NOT_BY_THEMSELVES = ("device", "timing", "model", "promise")
@@ -120,12 +121,14 @@ def contract_steps(extent: str) -> Iterator[Step]:
 
 
 def sanitizer_steps(work: Path) -> Iterator[Step]:
-    for tool in SANITIZERS:
+    """Each tool on a short reply, and racecheck on a prompt of many rows."""
+    sizes = [(tool, tool, 8 if tool == "memcheck" else 2, 3) for tool in SANITIZERS]
+    for name, tool, words, tokens in (*sizes, ("racecheck-prompt", "racecheck", MANY_ROWS_WORDS, 1)):
         checked = ("compute-sanitizer", "--report-api-errors", "no", "--tool", tool, "--error-exitcode", "9")
-        prompt = " ".join(["hello world"] * (8 if tool == "memcheck" else 2))
-        reply = ("generate", str(work / "test"), prompt, "--max-tokens", "3", "--device", "cuda")
+        prompt = " ".join(["hello world"] * words)
+        reply = ("generate", str(work / "test"), prompt, "--max-tokens", str(tokens), "--device", "cuda")
         own_build = CHECKING.get(tool, {})
-        yield Step(tool, (*checked, *CLI, *reply), 300, needs=("synth-test",), environment=own_build)
+        yield Step(name, (*checked, *CLI, *reply), 300, needs=("synth-test",), environment=own_build)
 
 
 def test_steps() -> Iterator[Step]:

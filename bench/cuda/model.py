@@ -81,7 +81,7 @@ def main() -> int:
         print(f"{what:50} {ms:10.2f} ms   floor {floor_ms:8.2f}   x{ms / floor_ms:.1f}", flush=True)
 
     repeats = 2 if arguments.quick else 5
-    for count in (6144,) if arguments.quick else (3001, 6144, 12001):
+    for count in (6144,) if arguments.quick else (3001, 6144, 12001, 100, 256, 1024):
         tokens = lab.tokens(count)
 
         def run(segment: int, tokens: tuple[int, ...] = tokens) -> None:

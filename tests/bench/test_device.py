@@ -68,7 +68,7 @@ def test_steps_are_chosen_with_what_they_need(device, tmp_path):
 
 def test_only_racecheck_has_kernels_that_it_can_follow(device, tmp_path):
     steps = device.all_steps(tmp_path, "quick", 512, False)
-    assert [step.name for step in steps if "ISOBIT_RACECHECK" in step.environment] == ["racecheck"]
+    assert [step.name for step in steps if "ISOBIT_RACECHECK" in step.environment] == ["racecheck", "racecheck-prompt"]
 
 
 def test_what_reads_the_real_checkpoint_is_told_what_it_takes(device, tmp_path):
