@@ -205,10 +205,20 @@ def test_launches_of_few_rows_depend_on_their_number_alone(monkeypatch):
 
 
 @pytest.mark.usefixtures("cuda_compiler")
-def test_products_of_warpgroups_compile():
+@pytest.mark.parametrize("checking", [{}, compiler.CHECKING_MACROS])
+def test_products_of_warpgroups_compile(checking):
     handle = prepare(trellis_experts(np.random.default_rng(14), 1, 128, 128))
-    macros = {**handle.layers.macros, "ROW_TILE": cuda.WARPGROUPS_ROW_TILE, "WARPGROUPS": 1}
+    macros = {**handle.layers.macros, "ROW_TILE": cuda.WARPGROUPS_ROW_TILE, "WARPGROUPS": 1, **checking}
     assert compiler.binary(cuda.MANY_PRODUCTS, macros, "sm_90a")
+
+
+def test_copies_that_racecheck_can_follow_change_no_byte(monkeypatch):
+    host = trellis_experts(np.random.default_rng(14), 2, 128, 128)
+    handle, inputs = prepare(host), some_rows(np.random.default_rng(15), 5, host, 2)
+    expected = compute(inputs, handle, cuda.MANY_ROWS)
+    load = kernels.load
+    monkeypatch.setattr(kernels, "load", lambda *names, **macros: load(*names, COPIES_ONCE=1, **macros))
+    assert compute(inputs, handle, cuda.MANY_ROWS).tobytes() == expected.tobytes()
 
 
 def test_no_rows_give_no_rows():

@@ -9,7 +9,7 @@ from isobit.cuda import sources, store
 from isobit.cuda.errors import DeviceError, KernelError
 
 CHECKING_VARIABLE = "ISOBIT_RACECHECK"  # in the environment, 1: kernels that compute-sanitizer's racecheck can follow
-CHECKING_MACROS = {"EVERY_LANE_ARRIVES": 1}
+CHECKING_MACROS = {"EVERY_LANE_ARRIVES": 1, "COPIES_ONCE": 1}
 
 _lock = threading.Lock()
 

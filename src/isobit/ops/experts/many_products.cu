@@ -8,6 +8,10 @@
 #include "ops/experts/wgmma.cuh"
 #endif
 
+#ifndef COPIES_ONCE
+#define COPIES_ONCE 0
+#endif
+
 constexpr int BLOCK_TILES = BLOCK / TILE;  // side by side
 constexpr int WARP_TILES = WARPGROUPS ? 1 : 2;  // a warp's, SIDE_WARPS apart
 constexpr int SIDE_WARPS = BLOCK_TILES / WARP_TILES, SIDE_THREADS = SIDE_WARPS * WARP;
@@ -35,7 +39,8 @@ struct Rows {
 };
 
 // What a thread copies of each stage to shared memory: pieces of 16 bytes of its side's ROWS rows, swizzled, and of its
-// side's tiles. Threads without a piece of their own copy another's.
+// side's tiles. Threads without a piece of their own copy another's, sooner than they would branch; in a checking build
+// they copy none, since racecheck reports whatever is written twice.
 template <typename F, int ROWS>
 struct Copies {
     static constexpr int row_rounds = ROWS * ROW_PIECES / SIDE_THREADS, rows_a_round = SIDE_THREADS / ROW_PIECES;
@@ -74,7 +79,9 @@ struct Copies {
         for (int i = 0; i < row_rounds; i++)
             copy_async_16(rows + row_place + i * SIDE_THREADS, next_rows + row_offsets[i]);
 #pragma unroll
-        for (int i = 0; i < tile_rounds; i++) copy_async_16(tiles + tile_places[i], next_tiles + tile_offsets[i]);
+        for (int i = 0; i < tile_rounds; i++)
+            if (!COPIES_ONCE || threadIdx.x % SIDE_THREADS + SIDE_THREADS * i < tile_pieces)
+                copy_async_16(tiles + tile_places[i], next_tiles + tile_offsets[i]);
         next_rows += 2 * STAGE_INPUTS;
         next_tiles += tile_stride;
     }
