@@ -26,7 +26,7 @@ def test_every_argument_is_found_where_its_address_points():
         -1,
         True,
         2.5,
-        kernels.Long(-(2**40)),
+        -(2**40),
         kernels.Double(0.1),
     )
     room, _ = kernels.take_arguments(given)

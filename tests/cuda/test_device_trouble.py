@@ -70,7 +70,7 @@ def gpu(monkeypatch, tmp_path):
     monkeypatch.setenv("ISOBIT_CUDA_CACHE", str(tmp_path / "store"))
     monkeypatch.setattr(memory, "architecture", lambda: (9, 0))
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
+    monkeypatch.setattr(memory, "current_stream", lambda: 0)
 
     def kernel(driver: Driver, made: Compiler) -> kernels.Kernel:
         monkeypatch.setattr(bindings, "driver", driver, raising=False)

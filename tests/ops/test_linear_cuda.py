@@ -255,10 +255,11 @@ def test_plain_layers_of_some_rows_have_the_bytes_of_many_rows(rows, monkeypatch
     assert sorted(launches) == ([1, 1, 1, 1, 2] if rows <= cuda.MOST_FEW_PLAIN_ROWS else [])
 
 
-def test_plain_layers_with_shards_are_computed_as_many_rows_from_65_on():
+def test_plain_layers_with_shards_are_computed_as_many_rows_from_65_on(monkeypatch):
     x, weights = rows_of("4 plain shards", 66)
     handle = cuda.prepare_linear(weights)
-    assert cuda.most_few_rows(handle) == cuda.MOST_FEW_ROWS
+    # Its counters have room for the blocks of 64 rows.
+    monkeypatch.setattr(cuda, "_multiply_plain", None)
     assert on_host(x, handle).tobytes() == on_host(x, handle, cuda.OWN_PRODUCT).tobytes()
 
 
@@ -396,22 +397,40 @@ def test_a_head_is_dealt_in_what_shared_memory_there_is(capability):
                     assert shape is cuda_dealt.SHAPES[cuda_dealt.row_tiles(rows)][0]
 
 
-def test_passes_of_few_rows_change_nothing(monkeypatch):
+@pytest.fixture
+def uncached_passes(monkeypatch):
+    """The sizes of passes may be changed; gives the passes of every product from then on."""
+    noted, passes = [], cuda_products._passes.__wrapped__
+
+    def counted(*sizes):
+        noted.append(passes(*sizes))
+        return noted[-1]
+
+    monkeypatch.setattr(cuda_products, "_passes", counted)
+    return noted
+
+
+def test_passes_of_few_rows_change_nothing(monkeypatch, uncached_passes):
     x, weights = rows_of("float16, in two parts", 200)
     handle = cuda.prepare_linear(weights)
-    expected = on_host(x, handle)
+    expected = on_host(x, handle, cuda.MANY_ROWS)
     monkeypatch.setattr(cuda_products, "PASS_ROWS", (128,))
-    assert on_host(x, handle).tobytes() == expected.tobytes()
+    assert on_host(x, handle, cuda.MANY_ROWS).tobytes() == expected.tobytes()
+    assert [len(passes) for passes in uncached_passes] == [1, 2]
 
 
 @pytest.mark.parametrize("name", ["padded, with bias", "float16, whole rows"])
-def test_passes_of_few_outputs_change_nothing(name, monkeypatch):
+def test_passes_of_few_outputs_change_nothing(name, monkeypatch, uncached_passes):
     x, weights = rows_of(name, 70)
     handle = cuda.prepare_linear(weights)
-    expected = on_host(x, handle)
+    expected = on_host(x, handle, cuda.MANY_ROWS)
     monkeypatch.setattr(cuda_products, "SCRATCH_VALUES", 128 * 33)
     monkeypatch.setattr(cuda_products, "PASS_ROWS", (33,))
-    assert on_host(x, handle).tobytes() == expected.tobytes()
+    assert on_host(x, handle, cuda.MANY_ROWS).tobytes() == expected.tobytes()
+    alone, cut = uncached_passes
+    assert len(alone) == 1
+    assert {part.first_row for part in cut} == {0, 33, 66}
+    assert len({part.first_output for part in cut}) > 1
 
 
 def test_passes_cover_every_output_once():

@@ -89,4 +89,4 @@ class GpuWorkbench:
         if count:
             blocks = -(-count // PACK_THREADS)
             kernel = kernels.load(PACK_SOURCE, name)
-            kernel(blocks, PACK_THREADS, states.contiguous(), words, kernels.Long(count), *sizes)
+            kernel(blocks, PACK_THREADS, states.contiguous(), words, count, *sizes)

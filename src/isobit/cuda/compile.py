@@ -28,9 +28,9 @@ def architecture_name(capability: tuple[int, int]) -> str:
 def binary(name: str, defines: dict[str, int], architecture: str, anew: bool = False) -> bytes:
     """The cubin of a source with macros, from the store, or compiled now if it is not there or wanted `anew`.
 
-    With ISOBIT_RACECHECK=1 in the environment it is one whose turns compute-sanitizer's racecheck can follow; the bytes
-    that it gives are the same. Raises DeviceError where the compiler is not installed, KernelError with its first
-    complaint.
+    With ISOBIT_RACECHECK=1 in the environment it is one whose turns and copies compute-sanitizer's racecheck can
+    follow; the bytes that it gives are the same. Raises DeviceError where the compiler is not installed, KernelError
+    with its first complaint.
     """
     compiler = _compiler()
     if os.environ.get(CHECKING_VARIABLE) == "1":

@@ -1,7 +1,7 @@
 """Kernels by source, name and macros, launched on PyTorch's current stream; or on the emulator, for tests.
 
 `load("ops/linear/few_rows.cu", "few_rows", BITS=3)(grid, block, x, rows)`: tensors are passed as pointers, None as the
-null pointer, int as int32, float as float32, `Long` and `Double` as 64 bits, `Fields` as a struct.
+null pointer, int as int32 or int64, float as float32, `Double` as float64, `Fields` as a struct.
 
 In a graph a kernel that is launched `early` may begin before the kernel before it has ended (programmatic dependent
 launch), as soon as that one lets it: once its inputs are there, or at once where the next kernel reads constants only.
@@ -30,13 +30,6 @@ EARLY_FROM = (9, 0)  # compute capability
 ALL_SHARED_PERCENT = 100
 ARGUMENT_BYTES = 8
 POINTER, INTEGER, FLOAT, DOUBLE = "Q", "q", "f4x", "d"  # as `struct` has them; the driver reads as much as it needs
-
-
-class Long:
-    """A 64-bit integer argument."""
-
-    def __init__(self, value: int):
-        self.value = value
 
 
 class Double:
@@ -178,9 +171,6 @@ def _append(argument: Any, kinds: list[str], values: list[Any]) -> None:
     elif isinstance(argument, Fields):
         kinds.append(f"{len(argument.values)}{INTEGER}")
         values.extend(map(_field, argument.values))
-    elif isinstance(argument, Long):
-        kinds.append(INTEGER)
-        values.append(argument.value)
     elif isinstance(argument, Double):
         kinds.append(DOUBLE)
         values.append(argument.value)

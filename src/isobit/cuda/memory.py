@@ -71,12 +71,7 @@ def device() -> torch.device:
 
 def architecture() -> tuple[int, int]:
     """The compute capability; under the emulator (0, 0), or what `emulate` was told."""
-    return _emulated_capability if _emulated else _capability()
-
-
-@cache
-def _capability() -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device())
+    return _emulated_capability if _emulated else (properties().major, properties().minor)
 
 
 def most_shared_bytes() -> int:

@@ -1,7 +1,7 @@
 // The products of many rows, tiles decoded inside; the bytes are those of few_products.cu.
 //
 // Macros: ROW_TILE, the most rows of one expert in a block, 64, 128 or, of warpgroups, 160; WARPGROUPS, 1 for the
-// products of wgmma.cuh. A *side* is the warps with 128 outputs of one layer.
+// products of wgmma.cuh; COPIES_ONCE, 1 in a checking build. A *side* is the warps with 128 outputs of one layer.
 #define NATURAL_ORDER 1
 #include "ops/experts/formats.cuh"
 #if WARPGROUPS
@@ -364,7 +364,7 @@ extern "C" __global__ void __launch_bounds__(2 * SIDE_THREADS, 1) multiply_gate_
 }
 
 // Inputs of down [pairs, inner_width] -> weighted outputs, terms [pairs, width]. grid (blocks of 128 outputs, tiles),
-// one side, so that a processor has two blocks: one multiplies while the other begins or ends.
+// one side, so that a processor has two blocks, of up to 7 bits: one multiplies while the other begins or ends.
 extern "C" __global__ void __launch_bounds__(SIDE_THREADS, 2) multiply_down(
     const Layer* layers, const RowTile* tiles, const int* members, const half_bits* halves, const float* floats,
     int inner_width, const float* weights, const float* gate_logits, float* terms, int width, int chosen) {

@@ -316,7 +316,7 @@ def norm_streams(streams: torch.Tensor, site: GatedResidual, written: Written | 
     normed = memory.empty(streams.shape)
     kernel = kernels.load(STREAMS, "norm_streams", HELD=0)
     injection, y = written or (None, None)
-    weights = [(Constant(_fragments(layer)), kernels.Long(layer.nbytes)) for layer in (site.down, site.up)]
+    weights = [(Constant(_fragments(layer)), layer.nbytes) for layer in (site.down, site.up)]
     sizes = rows * count, count, hidden, site.eps
     arrays = streams, injection, y, Constant(site.norm_weight), normed
     grid = rows * count + FETCH_BLOCKS
@@ -391,7 +391,7 @@ def _read_layer_by_layer(
     normed = group_norm(streams, site.norm_weight, count, site.eps)
     low, written = _down_and_inject(normed.view(rows, count * hidden), site)
     grid = -(-low.numel() // THREADS)
-    kernels.load(LAYERS, "activate")(grid, THREADS, low, kernels.Long(low.numel()), float(count))
+    kernels.load(LAYERS, "activate")(grid, THREADS, low, low.numel(), float(count))
     up = linear_layer.linear(low, site.up)
     grid_rows = -(-max(hidden, count) // THREADS), rows
     kernels.load(LAYERS, "mix")(grid_rows, THREADS, normed, up, written, mixed, injection, count, hidden)

@@ -36,7 +36,7 @@ class LinearOp:
 
     name = "linear"
     implementations: tuple[str, ...] = (*HOW, IN_COMPANY)
-    row_edges = (3, GROUP_ROWS, FEW_ROWS, 2 * GROUP_ROWS)
+    row_edges: tuple[int, ...] = (3, GROUP_ROWS, FEW_ROWS, 2 * GROUP_ROWS)
 
     def cases(self, rng: np.random.Generator, full: bool) -> Iterator[Case]:
         formats = all_formats() if full else FEW_FORMATS

@@ -38,7 +38,7 @@ class CudaLinearOp(contract.LinearOp):
     """Few rows from tiles decoded in registers, many from expanded weights through cuBLAS or the own product."""
 
     implementations = (*IMPLEMENTATIONS, contract.IN_COMPANY, GROUPED)
-    row_edges = (8, 16, 32, cuda.MOST_FEW_ROWS)
+    row_edges = (8, 16, 32, cuda.MOST_FEW_ROWS, cuda.MOST_FEW_PLAIN_ROWS)
 
     def cases(self, rng: np.random.Generator, full: bool) -> Iterator[Case]:
         yield from super().cases(rng, full)

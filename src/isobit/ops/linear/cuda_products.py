@@ -47,24 +47,25 @@ def passes(rows: int, outputs: int, terms: int) -> tuple[Pass, ...]:
 
 
 @lru_cache(maxsize=MOST_PLANS)
-def _passes(_: tuple[int, int], rows: int, outputs: int, terms: int) -> tuple[Pass, ...]:
-    return tuple(_cut(rows, outputs, terms))
+def _passes(architecture: tuple[int, int], rows: int, outputs: int, terms: int) -> tuple[Pass, ...]:
+    return tuple(_cut(architecture, rows, outputs, terms))
 
 
-def _cut(rows: int, outputs: int, terms: int) -> Iterator[Pass]:
+def _cut(architecture: tuple[int, int], rows: int, outputs: int, terms: int) -> Iterator[Pass]:
     most_rows = PASS_ROWS[-1]
     for first_row in range(0, rows, most_rows):
         count = min(rows - first_row, most_rows)
-        blocks = SCRATCH_VALUES // (terms * stored_rows(count) * OUTPUT_BLOCK)
+        stored_rows = rows_for(architecture, count)
+        blocks = SCRATCH_VALUES // (terms * stored_rows * OUTPUT_BLOCK)
         most_outputs = max(1, blocks) * OUTPUT_BLOCK
         for first_output in range(0, outputs, most_outputs):
             width = min(outputs - first_output, most_outputs)
-            yield Pass(first_row, count, first_output, width, stored_rows(count))
+            yield Pass(first_row, count, first_output, width, stored_rows)
 
 
-def stored_rows(rows: int) -> int:
+def rows_for(architecture: tuple[int, int], rows: int) -> int:
     """The rows that the arrays of a pass of `rows` rows have: where cuBLAS may run, a count of PASS_ROWS."""
-    if memory.architecture() not in CHECKED_ARCHITECTURES:
+    if architecture not in CHECKED_ARCHITECTURES:
         return rows
     return min((count for count in PASS_ROWS if count >= rows), default=rows)
 
@@ -90,10 +91,9 @@ def by_own_kernel(x: torch.Tensor, weights: torch.Tensor, sums: torch.Tensor) ->
     rows, inputs = x.shape
     outputs = len(weights)
     tiles = -(-rows // OWN_TILE) * -(-outputs // OWN_TILE)
-    stride = kernels.Long(sums.stride(0))
     kernel = kernels.load("ops/linear/product.cu", "product")
     grid = tiles, len(sums)
-    kernel(grid, OWN_THREADS, x, weights, sums, stride, rows, outputs, inputs, shared=OWN_SHARED)
+    kernel(grid, OWN_THREADS, x, weights, sums, sums.stride(0), rows, outputs, inputs, shared=OWN_SHARED)
 
 
 def by_cublas(x: torch.Tensor, weights: torch.Tensor, out: torch.Tensor) -> None:
@@ -102,17 +102,12 @@ def by_cublas(x: torch.Tensor, weights: torch.Tensor, out: torch.Tensor) -> None
 
 
 @lru_cache(maxsize=MOST_PLANS)
-def _all_in_order(_: tuple[int, int], rows: int, outputs: int, bounds: Bounds, row_stride: int) -> bool:
-    """Whether cuBLAS gives the bits of one ascending chain for each shard."""
-    widths = {last - first for first, last in bounds}
-    return all(cublas_sums_in_order(rows, outputs, width, row_stride) for width in widths)
-
-
-def cublas_sums_in_order(rows: int, outputs: int, inputs: int, row_stride: int) -> bool:
-    """Whether cuBLAS gives the bits of one ascending chain for this shape on this device; else it splits k."""
-    if memory.architecture() not in CHECKED_ARCHITECTURES or rows not in PASS_ROWS:
+def _all_in_order(architecture: tuple[int, int], rows: int, outputs: int, bounds: Bounds, row_stride: int) -> bool:
+    """Whether cuBLAS gives the bits of one ascending chain for each shard on this device; else it splits k."""
+    if architecture not in CHECKED_ARCHITECTURES or rows not in PASS_ROWS:
         return False
-    return _same_bits(rows, outputs, inputs, row_stride)
+    widths = {last - first for first, last in bounds}
+    return all(_same_bits(rows, outputs, width, row_stride) for width in widths)
 
 
 @cache

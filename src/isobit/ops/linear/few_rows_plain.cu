@@ -1,6 +1,6 @@
-// A plain layer for up to 64 rows, or several small ones of the same inputs: the chains of 16 outputs over one k-shard
-// are carried by one warp for each of up to 16 columns of the operand, and fed by other warps, each with its own chunk
-// of the inputs.
+// A plain layer for up to 64 rows, of one shard for some more, or several small ones of the same inputs: the chains of
+// 16 outputs over one k-shard are carried by one warp for each of up to 16 columns of the operand, and fed by other
+// warps, each with its own chunk of the inputs.
 //
 // Weights lie as the A operand's registers, uint4 [N / 16, K / 16, 32 lanes]; rows are the B operand, rounded to half
 // on their way. With two parts every row is two columns of it: x rounded, and what that leaves rounded.
