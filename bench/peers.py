@@ -184,7 +184,7 @@ def main() -> int:
 
 
 def compare(names: list[str], options: argparse.Namespace, arguments: list[str]) -> int:
-    """Rounds of all engines in turn; what was measured is shown after each, what failed is said and left out."""
+    """Rounds of all engines in turn; what was measured is shown at once, what failed is said and left out."""
     rounds: list[dict[str, dict]] = []
     failed = False
     for _ in range(options.rounds):
@@ -197,6 +197,9 @@ def compare(names: list[str], options: argparse.Namespace, arguments: list[str])
                 failed = True
             else:
                 found[name] = one
+                if len(names) > 1 and not options.json:
+                    # The next engine may take longer than whoever waits.
+                    show(compared([{name: one}]))
         rounds = [{name: earlier[name] for name in names} for earlier in (*rounds, found)]
         if names and not options.json:
             show(compared(rounds))
