@@ -32,8 +32,7 @@ struct Rows {
     const int* members;
     int count;
     const half_bits* ready;
-    unsigned side_rows;
-    int width;
+    int side_rows, width;
     const float* values;
     int plain_width, real, pairs_a_row;
 };
@@ -340,8 +339,7 @@ extern "C" __global__ void __launch_bounds__(2 * SIDE_THREADS, 1) multiply_gate_
     if (tile.count == 0 || block * BLOCK >= whole_blocks(gate.outputs)) return;
     const int* list = members + tile.first;
     if (threadIdx.x < tile.count) pair_of[threadIdx.x] = list[threadIdx.x];
-    const unsigned side_rows = pairs;
-    const Rows rows = {list, tile.count, ready, side_rows, width, x, hidden, hidden, pairs_a_row};
+    const Rows rows = {list, tile.count, ready, pairs, width, x, hidden, hidden, pairs_a_row};
     multiply_sides<2>(side ? up : gate, side ? gate : up, block * BLOCK, rows, shared);
     const float* sums = reinterpret_cast<const float*>(shared);
     const Layer& down = layer_of(layers, tile.expert, DOWN);
@@ -381,7 +379,7 @@ extern "C" __global__ void __launch_bounds__(SIDE_THREADS, 2) multiply_down(
         pair_of[row] = pair;
         weight_of[row] = choice == chosen ? sigmoid32(gate_logits[x_row]) : weights[x_row * chosen + choice];
     }
-    const Rows rows = {list, tile.count, halves, 0u, inner_width, floats, inner_width, inner_width, 1};
+    const Rows rows = {list, tile.count, halves, 0, inner_width, floats, inner_width, inner_width, 1};
     multiply_sides<1>(down, down, block * BLOCK, rows, shared);
     const float* sums = reinterpret_cast<const float*>(shared);
     const OutputBlock outputs(down, block, j);
