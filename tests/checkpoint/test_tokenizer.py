@@ -308,6 +308,14 @@ def test_what_goes_wrong_in_a_template_is_the_requests_error(folder, template):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["chat_template.jinja", "tokenizer_config.json"])
+def test_an_empty_template_is_named(folder, name):
+    if name == "chat_template.jinja":
+        (folder / name).write_text("\n")
+    with pytest.raises(CheckpointError, match=f"{name}: the chat template is empty"):
+        use_template(folder, "") if name == "tokenizer_config.json" else Tokenizer(folder)
+
+
 def test_without_a_template_only_plain_prompts_work(folder):
     (folder / "chat_template.jinja").unlink()
     tokenizer = Tokenizer(folder)

@@ -187,6 +187,8 @@ def test_a_stream_that_is_closed_or_cannot_spell_a_character_is_no_defect(monkey
 def test_a_prompt_that_is_no_utf8_is_named(capsys):
     assert run(["generate", "DIR", "ab\udcff"]) == 2
     assert "the prompt is not valid UTF-8 at byte 2" in capsys.readouterr().err
+    assert run(["generate", "DIR", "ab", "--system", "\udcff"]) == 2
+    assert "--system is not valid UTF-8 at byte 0" in capsys.readouterr().err
 
 
 def test_a_full_disk_behind_standard_output_is_one_line(test_checkpoint):

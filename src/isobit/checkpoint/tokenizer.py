@@ -272,6 +272,8 @@ def _templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, jinja2.Te
         except (TypeError, KeyError):
             expected = "a string or a list of objects with name and template"
             raise CheckpointError(f"{path}: chat_template has another form, expected {expected}; {AGAIN}") from None
+    if any(isinstance(template, str) and not template.strip() for template in named.values()):
+        raise CheckpointError(f"{path}: the chat template is empty; {AGAIN}")
     environment = _environment()
     try:
         return {name: environment.from_string(template) for name, template in named.items()}

@@ -72,6 +72,8 @@ def generate(
     text = (
         _utf8(sys.stdin.buffer.read(), "standard input") if prompt == "-" else _utf8(os.fsencode(prompt), "the prompt")
     )
+    if system is not None:
+        system = _utf8(os.fsencode(system), "--system")
     if system is not None and not chat:
         raise IsobitError("--system needs the chat template: leave out --raw")
     engine = open_engine(
