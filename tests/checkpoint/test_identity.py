@@ -106,3 +106,16 @@ def test_the_stamp_of_files_changes_with_any_edit_and_with_nothing_else(folder):
         (folder / "model-a.safetensors").unlink()
         with pytest.raises(CheckpointError, match=r"model-a\.safetensors"):
             files_stamp(store)
+
+
+def test_files_that_are_edited_or_replaced_while_they_are_read_are_refused(folder):
+    with TensorStore(folder) as store:
+        store.check_unchanged()
+        change(folder, "model-b.safetensors", -1)
+        for check in (store.check_unchanged, lambda: checkpoint_identity(store)):
+            with pytest.raises(CheckpointError, match=r"model-b.safetensors was edited since it was opened"):
+                check()
+    with TensorStore(folder) as store:
+        (folder / "model-a.safetensors").unlink()
+        with pytest.raises(CheckpointError, match=r"model-a.safetensors: cannot be read any more"):
+            store.check_unchanged()

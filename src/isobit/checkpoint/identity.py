@@ -23,11 +23,14 @@ def checkpoint_identity(store: TensorStore) -> str:
     and offset in its file; and of each file's bytes: all of a file of up to 64 MiB, and of a larger one the 16 KiB from
     every multiple of 16 MiB and the last 16 KiB. So checkpoints that differ in a whole layer differ here; a change that
     is confined to bytes between those blocks of large files is not seen. Of weights that are made in memory, it covers
-    the recipe, which all of that follows from. Raises CheckpointError for a file that cannot be read.
+    the recipe, which all of that follows from. Raises CheckpointError for a file that cannot be read, or is not what
+    it was when the store was opened.
     """
     if isinstance(store, MemoryStore):
         return recipe_digest(store.options)
-    return hashlib.sha256("".join([_config_digest(store.folder), *sorted(_file_digests(store))]).encode()).hexdigest()
+    digests = [_config_digest(store.folder), *sorted(_file_digests(store))]
+    store.check_unchanged()
+    return hashlib.sha256("".join(digests).encode()).hexdigest()
 
 
 def files_stamp(store: TensorStore) -> str:

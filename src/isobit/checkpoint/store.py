@@ -9,7 +9,6 @@ import contextlib
 import itertools
 import json
 import math
-import mmap
 import os
 import secrets
 import shutil
@@ -22,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from isobit.checkpoint.mapped import FileStamp, MappedFile, edited
 from isobit.errors import CheckpointError
 
 # bfloat16 and the 8-bit floats have no NumPy type: they are held as unsigned integers of their size.
@@ -128,7 +128,17 @@ class TensorStore:
             empty = np.empty(info.shape, NUMPY_TYPES[info.dtype])
             empty.flags.writeable = False
             return empty
-        return np.ndarray(info.shape, NUMPY_TYPES[info.dtype], self._files[info.file].mapped(), info.offset)
+        return np.ndarray(info.shape, NUMPY_TYPES[info.dtype], self._files[info.file].mapped().bytes, info.offset)
+
+    def mapped_files(self, names: Iterable[str]) -> tuple[MappedFile, ...]:
+        """The files, each once, that `map` shows these tensors in."""
+        files = {info.file: self._files[info.file] for info in map(self.info, names) if info.nbytes}
+        return tuple(file.mapped() for file in files.values())
+
+    def check_unchanged(self) -> None:
+        """Raise CheckpointError if under a file's path there is not what was there when its header was read."""
+        for file in self._files.values():
+            file.check_unchanged()
 
     def read(self, name: str) -> np.ndarray:
         """An owned, writable, aligned, C-contiguous copy of a tensor. bfloat16 comes as uint16."""
@@ -227,7 +237,7 @@ class _File:
 
     def __init__(self, path: Path):
         self.path = path
-        self._map: mmap.mmap | None = None
+        self._map: MappedFile | None = None
         self._lock = threading.Lock()
         # Opening a pipe would wait for a writer.
         if path.exists() and not path.is_file():
@@ -236,7 +246,8 @@ class _File:
             self._descriptor: int | None = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be opened ({error.strerror})") from None
-        self.size = os.fstat(self._descriptor).st_size
+        self._stamp = FileStamp.of(self._descriptor)
+        self.size = self._stamp.size
         self.metadata: Any = {}
 
     def tensors(self) -> list[TensorInfo]:
@@ -258,11 +269,19 @@ class _File:
         self._check_layout(infos, 8 + length)
         return infos
 
-    def mapped(self) -> mmap.mmap:
+    def mapped(self) -> MappedFile:
         with self._lock:
             if self._map is None:
-                self._map = mmap.mmap(self._open_descriptor(), 0, access=mmap.ACCESS_READ)
+                self._map = MappedFile(self.path, self._open_descriptor(), self._stamp)
             return self._map
+
+    def check_unchanged(self) -> None:
+        try:
+            stamp = FileStamp.of(self.path)
+        except OSError as error:
+            raise CheckpointError(f"{self.path}: cannot be read any more ({error.strerror})") from None
+        if stamp != self._stamp:
+            raise edited(self.path, self._stamp, stamp)
 
     def read_into(self, offset: int, *targets: memoryview) -> None:
         """Read bytes that follow each other into the targets in turn."""

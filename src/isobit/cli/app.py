@@ -1,5 +1,6 @@
 """The `isobit` command: what all commands share, and where they are put together."""
 
+import faulthandler
 import io
 import logging
 import os
@@ -67,6 +68,7 @@ def run(arguments: list[str] | None = None) -> int:
     """Run a command line and return the exit code: 2 after one line on stderr when the user has to mend something."""
     _mend_streams()
     _print_warnings()
+    _print_faults()
     try:
         with _ended_by_sigterm():
             code = app(arguments, prog_name="isobit", standalone_mode=False)
@@ -101,6 +103,13 @@ def _mend_streams() -> None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def _print_faults() -> None:
+    """Let no signal of the processor, such as that of a file cut off while it is read, end a command without a word."""
+    if not faulthandler.is_enabled():
+        with suppress(OSError, ValueError):
+            faulthandler.enable()
 
 
 class WarningPrinter(logging.Handler):

@@ -31,6 +31,7 @@ from isobit.errors import IsobitError
 if TYPE_CHECKING:
     from isobit.checkpoint.tokenizer import Tokenizer
     from isobit.engine.engine import Engine
+    from isobit.engine.origin import Origin
     from isobit.engine.request import Finished, Request
 
 WARM_UP_TOKENS = 8  # of the reply before a profile, whose first calls load kernels
@@ -90,6 +91,8 @@ def generate(
     try:
         from isobit.engine.request import Request, Sampling
 
+        # Before anyone replaces the files that were loaded.
+        origin = engine.origin if as_json else None
         chosen = secrets.randbits(53) if seed is None else seed % settings.SEED_LIMIT
         tokenizer = engine.tokenizer
         tokens = tuple(_chat_tokens(tokenizer, text, system) if chat else tokenizer.encode(text))
@@ -108,8 +111,8 @@ def generate(
     finally:
         engine.close()
     timed = profile_of(engine)
-    if as_json:
-        described = _described(engine, request, reply, finished)
+    if origin is not None:
+        described = _described(engine, origin, request, reply, finished)
         print(json.dumps(described if timed is None else {**described, "profile": timed}))
     else:
         _say_what_else(finished, chosen if seed is None and temperature else None)
@@ -155,7 +158,9 @@ def _reply(engine: "Engine", request: "Request", show: bool) -> tuple[str, "Fini
     raise RuntimeError("the engine did not end the request")
 
 
-def _described(engine: "Engine", request: "Request", text: str, finished: "Finished") -> dict[str, Any]:
+def _described(
+    engine: "Engine", origin: "Origin", request: "Request", text: str, finished: "Finished"
+) -> dict[str, Any]:
     """What --json prints: the request as a server's /v1/completions takes it, and its reply."""
     from isobit.serve.receipts import receipt_of
 
@@ -177,7 +182,7 @@ def _described(engine: "Engine", request: "Request", text: str, finished: "Finis
         "accepted": finished.accepted,
         "timings": asdict(finished.timings),
         "notice": finished.notice,
-        "receipt": receipt_of(engine.origin, request, len(finished.tokens), engine.context).as_dict(),
+        "receipt": receipt_of(origin, request, len(finished.tokens), engine.context).as_dict(),
         "folder": str(engine.folder),
     }
 

@@ -18,7 +18,7 @@ from isobit.engine.prompt_cache import Kind, PromptCache
 from isobit.engine.request import FinishReason, PromptProgress, Request, TokenEvent
 from isobit.engine.settings import EngineSettings
 from isobit.engine.shortage import OUT_OF_MEMORY, Shortage, fewer_rows
-from isobit.errors import counted, first_sentence, ran_out
+from isobit.errors import IsobitError, counted, first_sentence, ran_out
 from isobit.model.flash_next import FlashNext
 from isobit.model.plan import Plan, Segment
 from isobit.model.state import StateFullError, StatePool, Stream, pages_for
@@ -167,9 +167,11 @@ class Rounds:
             for lane in lanes:
                 self._retire_short(lane, first_sentence(error))
             return
-        log.error("a round failed", exc_info=error)
+        known = isinstance(error, IsobitError)
+        message = str(error) if known else f"{type(error).__name__}: {error}"
+        log.error("a round failed: %s", message, exc_info=None if known else error)
         for lane in lanes:
-            self._retire(lane, "error", f"{type(error).__name__}: {error}")
+            self._retire(lane, "error", message)
 
     def _retire_short(self, lane: Lane, wanting: str) -> None:
         one_row = memory.gib(self.model.workspace_bytes(1))
