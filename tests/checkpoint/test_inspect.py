@@ -30,6 +30,7 @@ def run(*arguments):
 
 def write(folder, *arguments):
     """A checkpoint with its tokenizer."""
+    folder.mkdir(exist_ok=True)
     for name, content in text_files().items():
         folder.joinpath(name).write_text(content, encoding="utf-8")
     return tiny.write(folder, *arguments)
@@ -112,16 +113,17 @@ def test_tensors_of_a_group_that_does_not_parse_are_not_foreign(tmp_path):
 
 
 @pytest.mark.parametrize(("name", "content"), [("tokenizer.json", "{}"), ("chat_template.jinja", "{% if %}")])
-def test_a_tokenizer_that_cannot_be_used_is_noted(tmp_path, name, content):
+def test_a_tokenizer_that_cannot_be_used_is_a_problem(tmp_path, name, content):
     write(tmp_path)
     tmp_path.joinpath(name).write_text(content, encoding="utf-8")
-    (note,) = inspect_folder(tmp_path).notes
-    assert note.startswith("no text can be read or written: ")
-    assert name in note
+    result = run(tmp_path)
+    assert result.exit_code == 1
+    assert f"tokenizer does not parse: {tmp_path / name}" in result.stdout
+    assert "parses." not in result.stdout
 
 
 def test_it_reads_headers_alone(tmp_path, monkeypatch):
-    tiny.write(tmp_path)
+    write(tmp_path)
     read = TensorStore.read
 
     def read_marker(store, name):
@@ -153,7 +155,7 @@ def test_the_command_shows_how_far_it_is_on_a_terminal_alone(tmp_path, monkeypat
         stream = io.StringIO()
         stream.isatty = lambda terminal=terminal: terminal
         with redirect_stderr(stream), redirect_stdout(io.StringIO()):
-            inspect(tiny.write(tmp_path / str(terminal)))
+            inspect(write(tmp_path / str(terminal)))
         assert ("reading headers" in stream.getvalue()) == shown
 
 

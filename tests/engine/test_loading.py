@@ -48,7 +48,7 @@ def test_weights_that_cannot_fit_are_refused_before_they_are_read(test_checkpoin
     monkeypatch.setattr(Checkpoint, "linear", lambda *arguments: pytest.fail("a weight was read"))
     sizes(limit=3 * MIB, loaded=MIB)
     message = refused(test_checkpoint)
-    assert "the memory limit is 3.0 MiB, of which 1.0 MiB are taken" in message
+    assert "the memory limit is 3.0 MiB, but 1.0 MiB are taken before the weights" in message
     assert f"take at least {least_bytes(Checkpoint(test_checkpoint)) / MIB:.1f} MiB" in message
     assert "the GPU has 0.50 GiB of 1.00 GiB free" in message
     assert "raise --memory-gib" in message
@@ -101,7 +101,7 @@ def test_memory_that_runs_out_while_loading_is_told_with_the_numbers(test_checkp
     monkeypatch.setattr("isobit.engine.loading.load_model", short)
     message = refused(test_checkpoint)
     assert message.startswith("memory ran out: the GPU has 0.50 GiB of 1.00 GiB free, but the weights of ")
-    assert message.endswith("or more: free memory, take a checkpoint of fewer bits")
+    assert message.endswith("or more: free memory, or take a checkpoint of fewer bits")
 
 
 def test_one_lane_or_a_context_that_does_not_fit_is_told(test_checkpoint, sizes, model):

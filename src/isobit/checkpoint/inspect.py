@@ -29,6 +29,7 @@ from isobit.errors import CheckpointError, IsobitError, counted
 Layout = LinearLayout | EmbeddingLayout | NgramLayout | TensorInfo
 Progress = Callable[[int, int], None]
 
+TOKENIZER = "tokenizer"  # what a problem of the files for text is called
 GROUPS_A_STEP = 256  # between two reports of progress
 
 
@@ -56,7 +57,7 @@ class ClassReport:
 
 @dataclass
 class Inspection:
-    """A folder's report. `missing` and `problems` name tensor groups that cannot be used, and why.
+    """A folder's report. `missing` and `problems` name tensor groups, or the tokenizer, that cannot be used, and why.
 
     synthetic: whether the weights are random and made in memory, from a recipe; nothing is stored or mapped then, and
     the stored bytes are those of the tensors as files would hold them.
@@ -119,6 +120,10 @@ def inspect_folder(folder: str | Path, progress: Progress | None = None) -> Insp
             else:
                 _count(reports[group.tensor_class], group, layout, mapped=not synthetic)
                 used.update(info.name for info in _tensors(layout))
+        try:
+            Tokenizer(checkpoint.folder)
+        except IsobitError as error:
+            problems[TOKENIZER] = str(error)
         failed = [group for group in checkpoint.groups.values() if group.name in missing or group.name in problems]
         unread = tuple(checkpoint.file_name(group.name) + end for group in failed for end in {"", group.suffix})
         used.update(name for name in checkpoint.store.names if is_below(name, unread))
@@ -206,10 +211,6 @@ def _notes(checkpoint: Checkpoint, used: set[str]) -> Iterator[str]:
         )
     if checkpoint.lacks_mtp:
         yield "config.json names an MTP head, but the files hold none: replies are the same, without drafts"
-    try:
-        Tokenizer(checkpoint.folder)
-    except IsobitError as error:
-        yield f"no text can be read or written: {error}"
     if checkpoint.config.unknown_keys:
         yield f"config.json has keys that isobit does not know: {', '.join(checkpoint.config.unknown_keys)}"
     markers = (".mcg", ".mul1")

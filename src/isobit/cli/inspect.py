@@ -21,7 +21,7 @@ def inspect(
 ) -> None:
     """Show a checkpoint's layers, widths, codebooks and sizes, and everything in it that cannot be used.
 
-    Reads headers only. Exit code 1 if any tensor is missing or does not parse.
+    Reads headers only. Exit code 1 if any tensor, or the tokenizer, is missing or does not parse.
     """
     from isobit.checkpoint.inspect import inspect_folder
 

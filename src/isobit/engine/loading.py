@@ -33,7 +33,7 @@ def load_within(
     needed, taken, limit = least_bytes(checkpoint), placement.loaded(), placement.limit(memory_gib)
     if taken + needed > limit:
         raise IsobitError(
-            f"the memory limit is {memory.gib(limit)}, of which {memory.gib(taken)} are taken, but the weights of "
+            f"the memory limit is {memory.gib(limit)}, but {memory.gib(taken)} are taken before the weights of "
             f"{checkpoint.folder} take at least {memory.gib(needed)} ({placement.free_text()}): raise --memory-gib, "
             f"free memory, {advice(placement)}"
         )
@@ -64,7 +64,9 @@ def least_bytes(checkpoint: Checkpoint) -> int:
 
 def advice(placement: Placement) -> str:
     """What else helps against weights that are too large."""
-    return "take a checkpoint of fewer bits" + ("" if placement.device == "cpu" else ", a larger GPU or --device cpu")
+    if placement.device == "cpu":
+        return "or take a checkpoint of fewer bits"
+    return "take a checkpoint of fewer bits, a larger GPU or --device cpu"
 
 
 def _least_bytes(info: TensorInfo) -> int:
