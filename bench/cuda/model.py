@@ -1,5 +1,7 @@
 """Speed of the whole model on this GPU: `python bench/cuda/model.py [--layers 48] [--quick] [--profile]`.
 
+Of long texts: `--prompts 32768 131072 --contexts 131072`; of many streams: `--lanes 8 16`.
+
 Real widths, experts 3 bits, rest 4, head 5; weights are made in memory. Medians of repeats, in milliseconds, beside the
 time that the bytes or operations take at the card's measured rates. --profile adds the GPU time of each kernel.
 """
@@ -9,7 +11,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from unittest.mock import patch
@@ -28,16 +30,21 @@ from isobit.ops import load_ops
 from isobit.ops.sample import Draw
 
 DENSE_MACS = 6.0e9 / 48  # of a token and layer
-CONTEXT = 12_288
+PROMPTS = (3001, 6144, 12001, 100, 256, 1024)
+BATCHED_PROMPT = RESUMED_PROMPT = 6144
+CONTEXTS = (256, 4096)  # that rows are decoded after
+LANES = (1, 4)  # streams of which a row each is decoded at a time
+FIRST_ROUNDS, ROUNDS = 4, 20  # of decoding: what is captured and forgotten, and what is measured
 
 
 class Lab:
-    def __init__(self, layers: int):
+    def __init__(self, layers: int, context: int, pages: int, streams: int):
+        """context: the most rows of a stream; pages: of all streams at a time."""
         start = time.monotonic()
-        self.model: FlashNext = load_model(SyntheticCheckpoint("full", layers=layers), load_ops("cuda"), CONTEXT)
+        self.model: FlashNext = load_model(SyntheticCheckpoint("full", layers=layers), load_ops("cuda"), context)
         torch.cuda.synchronize()
         self.load_seconds = time.monotonic() - start
-        self.state: StatePool = self.model.new_state(slots=8, pages=5 * pages_for(CONTEXT))
+        self.state: StatePool = self.model.new_state(streams, pages)
         self.rng = np.random.default_rng(0)
         self.launch_ms: list[float] = []  # of each decoded round, what the host takes until all of it is launched
 
@@ -54,7 +61,7 @@ class Lab:
 
     def decode(self, streams: list[Stream]) -> None:
         start = time.perf_counter()
-        plan = Plan(tuple(Segment(stream, (int(self.rng.integers(1000)),)) for stream in streams))
+        plan = Plan(tuple(Segment(stream, self.tokens(1)) for stream in streams))
         draws = [Draw(seed=1, position=stream.rows + 1) for stream in streams]
         _, samples = self.model.draw(self.state, plan, draws)
         self.launch_ms.append(1e3 * (time.perf_counter() - start))
@@ -68,9 +75,16 @@ def main() -> int:
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--early", action="store_true", help="decode once more with kernels that begin early")
     parser.add_argument("--segment", type=int, default=8192)
+    parser.add_argument("--prompts", type=int, nargs="+", metavar="TOKENS", help=f"default {PROMPTS}")
+    parser.add_argument("--contexts", type=int, nargs="+", metavar="TOKENS", default=CONTEXTS, help="of decoding")
+    parser.add_argument("--lanes", type=int, nargs="+", metavar="STREAMS", default=LANES, help="of decoding")
     parser.add_argument("--after", type=Path, help="load at once, but measure only when this file exists")
     arguments = parser.parse_args()
-    lab = Lab(arguments.layers)
+    prompts = arguments.prompts or ((BATCHED_PROMPT,) if arguments.quick else PROMPTS)
+    lanes, decoded_rows = max(arguments.lanes), len(arguments.lanes) * (FIRST_ROUNDS + ROUNDS)
+    decoded, longest = max(arguments.contexts) + decoded_rows, max(*prompts, RESUMED_PROMPT)
+    pages = max(lanes * pages_for(decoded), pages_for(longest)) + 2 * pages_for(RESUMED_PROMPT + decoded_rows)
+    lab = Lab(arguments.layers, max(longest, decoded, RESUMED_PROMPT + decoded_rows), pages, lanes + 2)
     print(f"loaded {torch.cuda.memory_allocated() / 1e9:.1f} GB in {lab.load_seconds:.1f} s", flush=True)
     while arguments.after and not arguments.after.exists():
         time.sleep(0.5)
@@ -81,7 +95,7 @@ def main() -> int:
         print(f"{what:50} {ms:10.2f} ms   floor {floor_ms:8.2f}   x{ms / floor_ms:.1f}", flush=True)
 
     repeats = 2 if arguments.quick else 5
-    for count in (6144,) if arguments.quick else (3001, 6144, 12001, 100, 256, 1024):
+    for count in prompts:
         tokens = lab.tokens(count)
 
         def run(segment: int, tokens: tuple[int, ...] = tokens) -> None:
@@ -94,15 +108,17 @@ def main() -> int:
             wall_milliseconds(lambda: run(arguments.segment), repeats),
             floor,
         )
-        if count == 6144:
+        if count == BATCHED_PROMPT:
             run(64)
             note(f"prompt {count}, batched", wall_milliseconds(lambda: run(64), 1), floor)
     weight_bytes = 4.2e9 / 48 * arguments.layers
     for early in (False, True) if arguments.early else (kernels.EARLY_IN_GRAPHS,):
         lab.model.ops.passes.release()
         with patch.object(kernels, "EARLY_IN_GRAPHS", early):
-            decoding(lab, ", early kernels" if early else "", 1e3 * weight_bytes / COPY_RATE, note)
-    stream = lab.prefill(lab.tokens(6144), 8192)
+            how = ", early kernels" if early else ""
+            for count in arguments.contexts:
+                decoding(lab, count, arguments.lanes, how, 1e3 * weight_bytes / COPY_RATE, note)
+    stream = lab.prefill(lab.tokens(RESUMED_PROMPT), 8192)
     kept = lab.state.save(stream)
 
     def resume() -> None:
@@ -112,36 +128,40 @@ def main() -> int:
 
     resume()
     resume()
-    note("resume of a prompt of 6144", wall_milliseconds(resume, 10), 1e3 * weight_bytes / COPY_RATE)
+    note(f"resume of a prompt of {RESUMED_PROMPT}", wall_milliseconds(resume, 10), 1e3 * weight_bytes / COPY_RATE)
     if arguments.profile:
-        profile(lab, stream)
+        profile(lab, max(arguments.prompts or [RESUMED_PROMPT]), stream)
     print(json.dumps(results))
     return 0
 
 
-def decoding(lab: Lab, how: str, floor_ms: float, note: Callable[[str, float, float], None]) -> None:
-    """A row of each of one and of four streams, after short and long texts."""
-    for count in (256, 4096):
-        streams = [lab.prefill(lab.tokens(count), 8192) for _ in range(4)]
-        for lanes in (1, 4):
-            for _ in range(4):
-                lab.decode(streams[:lanes])
-            lab.launch_ms.clear()
-            took = wall_milliseconds(partial(lab.decode, streams[:lanes]), 20)
-            note(f"decode, {lanes} streams at {count}{how}", took, floor_ms)
-            print(f"    of it the host, until all is launched: {statistics.median(lab.launch_ms):.2f} ms", flush=True)
-        for stream in streams:
-            lab.state.close(stream)
+def decoding(
+    lab: Lab, count: int, lanes: Sequence[int], how: str, floor_ms: float, note: Callable[[str, float, float], None]
+) -> None:
+    """A row of each of some streams, after texts of so many tokens."""
+    streams = [lab.prefill(lab.tokens(count), 8192) for _ in range(max(lanes))]
+    for together in lanes:
+        for _ in range(FIRST_ROUNDS):
+            lab.decode(streams[:together])
+        lab.launch_ms.clear()
+        took = wall_milliseconds(partial(lab.decode, streams[:together]), ROUNDS)
+        note(f"decode, {together} streams at {count}{how}", took, floor_ms)
+        print(f"    of it the host, until all is launched: {statistics.median(lab.launch_ms):.2f} ms", flush=True)
+    for stream in streams:
+        lab.state.close(stream)
 
 
-def profile(lab: Lab, stream: Stream) -> None:
-    """GPU time by kernel of one prompt segment and one decoded row, run step by step."""
+def profile(lab: Lab, count: int, stream: Stream) -> None:
+    """GPU time by kernel of a prompt of so many tokens and one decoded row, run step by step."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as torch_profile
 
     lab.model.ops.passes.enabled = False
-    tokens = lab.tokens(6144)
-    actions = {"prompt 6144": lambda: lab.state.close(lab.prefill(tokens, 8192)), "row": lambda: lab.decode([stream])}
+    tokens = lab.tokens(count)
+    actions = {
+        f"prompt {count}": lambda: lab.state.close(lab.prefill(tokens, 8192)),
+        "row": lambda: lab.decode([stream]),
+    }
     for name, action in actions.items():
         action()
         with torch_profile(activities=[ProfilerActivity.CUDA]) as trace:
