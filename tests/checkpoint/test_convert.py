@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from isobit.checkpoint.reader import Checkpoint
 from isobit.checkpoint.store import write_tensors
 from isobit.checkpoint.trellis import dequantize, dequantize_ngram_rows
 from isobit.checkpoint.weights import Exl3Linear, PlainEmbedding, PlainLinear
-from isobit.errors import IsobitError
+from isobit.errors import CheckpointError, IsobitError
 from tests.checkpoint import tiny
 
 OPTIONS = ConvertOptions(bits=6, head_bits=7, mtp_bits=3.5, ngram_bits=5)
@@ -251,6 +252,23 @@ def test_other_options_or_another_source_do_not_go_on(small_source, tmp_path, mo
     with pytest.raises(IsobitError, match="another source"):
         convert(small_source, target, ConvertOptions(8))
     assert not target.exists()
+
+
+@pytest.mark.parametrize("moment", ["the first piece", "the output"])
+def test_a_source_that_is_edited_meanwhile_is_named_and_nothing_made_of_it_is_kept(small_source, tmp_path, moment):
+    source, target = Path(shutil.copytree(small_source, tmp_path / "source")), tmp_path / "exl3"
+    file = source / "model-00001-of-00002.safetensors"
+
+    def edit(done: int, total: int) -> None:
+        if moment == "the first piece" or done == total:
+            file.write_bytes(file.read_bytes())
+
+    with pytest.raises(CheckpointError, match=rf"{file.name} was edited since it was opened"):
+        convert(source, target, ConvertOptions(8), progress=edit)
+    assert not target.exists()
+    assert bool(list(target.with_name("exl3.converting").glob("pieces/*"))) == (moment == "the output")
+    with pytest.raises(IsobitError, match="another source"):
+        convert(source, target, ConvertOptions(8))
 
 
 def interrupt(*args: Any, **kwargs: Any) -> None:

@@ -138,7 +138,8 @@ def convert(
     An interrupted conversion goes on from its finished tensors when it is called again with the same options and an
     unchanged source. device: "cpu" or "cuda", which changes no bit. announce is called with the plan before the first
     job, progress during the jobs. Raises IsobitError for options that no checkpoint can have, a target that exists, a
-    source that is no plain Flash Next checkpoint or holds NaN, a disk that is too small, a GPU that cannot be used.
+    source that is no plain Flash Next checkpoint, holds NaN or is edited meanwhile, a disk that is too small, a GPU
+    that cannot be used.
     """
     options.check()
     bench = workbench(device)
@@ -154,9 +155,10 @@ def convert(
             _check_space(work, plan)
             if announce:
                 announce(plan)
-            _run_jobs(plan, work, progress or (lambda done, total: None))
+            _run_jobs(plan, checkpoint, work, progress or (lambda done, total: None))
             try:
                 _write_output(checkpoint, options, plan, work)
+                checkpoint.store.check_unchanged()
                 work.move_output(target)
             except OSError as error:
                 raise IsobitError(
@@ -417,7 +419,7 @@ def _pieces_nbytes(plan: Plan) -> int:
     return sum(int(job.weights * job.bits / 8) for job in plan.jobs)
 
 
-def _run_jobs(plan: Plan, work: WorkFolder, progress: Progress) -> None:
+def _run_jobs(plan: Plan, checkpoint: Checkpoint, work: WorkFolder, progress: Progress) -> None:
     done, total = 0, plan.weights
     for job in plan.jobs:
         if not work.has(job.key):
@@ -430,6 +432,8 @@ def _run_jobs(plan: Plan, work: WorkFolder, progress: Progress) -> None:
 
             with plan.bench.working():
                 arrays = job.run(advance)
+            # No piece is kept that may be of other files than the record's.
+            checkpoint.store.check_unchanged()
             work.save(job.key, arrays)
         done += job.weights
         progress(done, total)

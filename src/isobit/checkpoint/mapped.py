@@ -38,9 +38,9 @@ class MappedFile:
 
     def check(self) -> None:
         """Raise CheckpointError if the file was edited in place; reading it where it was cut off ends the process."""
-        stamp = FileStamp.of(self._descriptor)
-        if stamp != self._stamp:
-            raise edited(self.path, self._stamp, stamp)
+        stat = os.fstat(self._descriptor)
+        if stat.st_mtime_ns != self._stamp.modified or stat.st_size != self._stamp.size:
+            raise edited(self.path, self._stamp, FileStamp.of(self._descriptor))
 
 
 def edited(path: Path, before: FileStamp, now: FileStamp) -> CheckpointError:
