@@ -103,19 +103,37 @@ def test_the_stamp_of_files_changes_with_any_edit_and_with_nothing_else(folder):
         assert stamp() == seen[0]
     assert len(set(seen)) == 4
     with TensorStore(folder) as store:
-        (folder / "model-a.safetensors").unlink()
-        with pytest.raises(CheckpointError, match=r"model-a\.safetensors"):
+        (folder / "config.json").unlink()
+        with pytest.raises(CheckpointError, match=r"config\.json: cannot be read any more"):
             files_stamp(store)
 
 
 def test_files_that_are_edited_or_replaced_while_they_are_read_are_refused(folder):
+    for path in folder.iterdir():
+        os.utime(path, (1e9, 1e9))
     with TensorStore(folder) as store:
-        store.check_unchanged()
+        store.check_unedited()
+        store.check_in_place()
         change(folder, "model-b.safetensors", -1)
-        for check in (store.check_unchanged, lambda: checkpoint_identity(store)):
-            with pytest.raises(CheckpointError, match=r"model-b.safetensors was edited since it was opened"):
+        with pytest.raises(CheckpointError, match=r"model-b.safetensors was edited since it was opened"):
+            store.check_unedited()
+        for check in (store.check_in_place, lambda: checkpoint_identity(store)):
+            with pytest.raises(
+                CheckpointError, match=r"model-b.safetensors was edited or replaced since it was opened"
+            ):
                 check()
+
+
+def test_what_was_opened_stays_as_it_was_when_others_take_its_place(folder):
     with TensorStore(folder) as store:
-        (folder / "model-a.safetensors").unlink()
+        path = folder / "model-a.safetensors"
+        path.rename(folder / "moved")
         with pytest.raises(CheckpointError, match=r"model-a.safetensors: cannot be read any more"):
-            store.check_unchanged()
+            store.check_in_place()
+        before = files_stamp(store)
+        path.write_bytes((folder / "moved").read_bytes())
+        os.utime(path, (1e9, 1e9))
+        store.check_unedited()
+        assert files_stamp(store) == before
+        with pytest.raises(CheckpointError, match=r"model-a.safetensors was edited or replaced"):
+            checkpoint_identity(store)

@@ -33,6 +33,7 @@ def write(folder, *arguments):
     folder.mkdir(exist_ok=True)
     for name, content in text_files().items():
         folder.joinpath(name).write_text(content, encoding="utf-8")
+    (folder / "generation_config.json").unlink()
     return tiny.write(folder, *arguments)
 
 
@@ -118,8 +119,19 @@ def test_a_tokenizer_that_cannot_be_used_is_a_problem(tmp_path, name, content):
     tmp_path.joinpath(name).write_text(content, encoding="utf-8")
     result = run(tmp_path)
     assert result.exit_code == 1
-    assert f"tokenizer does not parse: {tmp_path / name}" in result.stdout
+    assert f"tokenizer or chat template does not parse: {tmp_path / name}" in result.stdout
     assert "parses." not in result.stdout
+
+
+def test_what_a_folder_does_without_is_noted(tmp_path):
+    write(tmp_path)
+    (tmp_path / "chat_template.jinja").unlink()
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 128, -1]}', encoding="utf-8")
+    inspection = inspect_folder(tmp_path)
+    assert inspection.usable
+    assert len(inspection.notes) == 2
+    assert inspection.notes[0].startswith("there is no chat template")
+    assert inspection.notes[1].endswith("the vocabulary has none of them: [-1, 128]")
 
 
 def test_it_reads_headers_alone(tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """Safetensors in and out: agreement with the safetensors package, and one clear error for each malformed file."""
 
+import errno
 import json
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -401,3 +402,35 @@ def test_a_file_that_became_shorter_is_told_when_fetched(three_files):
         os.truncate(folder / "1.safetensors", end)
         with pytest.raises(CheckpointError, match=rf"1\.safetensors is truncated: it ends at byte {end};"):
             store.fetch(arrays, map)
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs Linux's list of open files")
+def test_maps_outlive_the_store_and_close_their_files_in_the_end(three_files):
+    folder, arrays = three_files
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        with TensorStore(folder) as store:
+            assert store.mapped_files == ()
+            views = {name: store.map(name) for name in arrays}
+            files = store.mapped_files
+        assert len(files) == 3
+        for file in files:
+            file.check()
+        for name, view in views.items():
+            assert view.tobytes() == arrays[name].tobytes()
+        del views, files, file, view, store
+        assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_file_that_the_system_no_longer_tells_of_is_named(three_files, monkeypatch):
+    folder, arrays = three_files
+    with TensorStore(folder) as store:
+        store.map(max(arrays, key=lambda name: arrays[name].nbytes))
+        (file,) = store.mapped_files
+        monkeypatch.setattr(os, "stat", stale)
+        with pytest.raises(CheckpointError, match=rf"{file.path}: cannot be read any more \(Stale file handle\)"):
+            file.check()
+
+
+def stale(file):
+    raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))

@@ -3,6 +3,8 @@
 import contextlib
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 
@@ -73,3 +75,11 @@ def test_an_alarm_of_others_is_left_alone():
     with app._ended_by_sigterm():
         time.sleep(0.2)
     assert calls == [1]
+
+
+def test_a_fault_of_the_processor_is_told():
+    command = "import os; from isobit.cli.app import run; run(['--version']); os.kill(os.getpid(), int(os.sys.argv[1]))"
+    arguments = [sys.executable, "-c", command, str(int(signal.SIGBUS))]
+    ended = subprocess.run(arguments, capture_output=True, text=True, check=False)
+    assert ended.returncode == -signal.SIGBUS
+    assert "Bus error" in ended.stderr

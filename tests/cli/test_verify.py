@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 from isobit.cli.app import run
+from isobit.engine.engine import Engine
+from isobit.engine.origin import Origin
 
 PROMPT = "Receipts are bits that one can check. "
 
@@ -214,3 +216,10 @@ def test_a_bad_request_or_receipt_is_named(saved, verify):
 def test_a_missing_file_is_one_line(tmp_path: Path, capsys):
     assert run(["verify", str(tmp_path / "none.json")]) == 2
     assert "none.json: No such file" in capsys.readouterr().err
+
+
+def test_a_checkpoint_that_is_replaced_between_its_identity_and_its_weights_is_told(saved, verify, monkeypatch):
+    monkeypatch.setattr(Engine, "origin", Origin("another", 1, "cpu"))
+    code, said, wrong = verify(saved)
+    assert (code, said) == (2, "")
+    assert f"{saved['folder']} was replaced while it was read: start again" in wrong

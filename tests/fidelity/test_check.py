@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -77,6 +78,23 @@ def test_a_planted_defect_exits_1(folders, defect, capsys, monkeypatch):
     code, report = fidelity(capsys, folders["plain_sailing"])
     assert code == 1
     assert report["failures"]
+
+
+def test_a_checkpoint_that_is_edited_meanwhile_gives_no_verdict(folders, tmp_path, capsys, monkeypatch):
+    from isobit.fidelity import check
+
+    folder, load_reference = shutil.copytree(folders["plain_sailing"], tmp_path / "edited"), check.load_reference
+
+    def edit_and_load(reference, checkpoint):
+        path = checkpoint.store.files[0]
+        path.write_bytes(path.read_bytes())
+        load_reference(reference, checkpoint)
+
+    monkeypatch.setattr(check, "load_reference", edit_and_load)
+    assert isobit(["fidelity", str(folder), "--tokens", "20"]) == 2
+    said = capsys.readouterr()
+    assert "was edited since it was opened" in said.err
+    assert "PASS" not in said.out
 
 
 def test_the_report_says_pass_plainly(folders, capsys, tmp_path):

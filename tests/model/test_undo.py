@@ -1,9 +1,13 @@
 """A forward that memory runs out in leaves its streams as they were, wherever it stops; the next one is unharmed."""
 
+import shutil
+
 import numpy as np
 import pytest
 
 from isobit.checkpoint.reader import Checkpoint
+from isobit.errors import CheckpointError
+from isobit.model.drafting import propose_mtp
 from isobit.model.flash_next import FlashNext
 from isobit.model.load import load_model
 from isobit.model.plan import Plan, Segment
@@ -138,6 +142,36 @@ def test_a_replay_that_fails_says_that_the_state_is_lost(test_checkpoint, monkey
     monkeypatch.setattr("isobit.ops.replay.Tape.replay", broken)
     with pytest.raises(StateLostError, match="send the request again"):
         bench.forward()
+
+
+def test_a_forward_whose_files_are_edited_while_it_reads_them_is_taken_back(test_checkpoint, tmp_path, monkeypatch):
+    folder = shutil.copytree(test_checkpoint, tmp_path / "checkpoint")
+    model = load_model(Checkpoint(folder), load_ops("cpu"), context=256)
+    bench, embed = Bench(model, 5, (70, 2)), model.ops.embed
+    edited = [file.path for file in model.files]
+    assert len(edited) == 2
+
+    def edit_and_embed(*arguments):
+        path = edited.pop()
+        path.write_bytes(path.read_bytes())
+        return embed(*arguments)
+
+    monkeypatch.setattr(model.ops, "embed", edit_and_embed)
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match="was edited since it was opened"):
+            bench.forward()
+        assert bench.digest() == bench.digests
+    assert len(edited) == 1, "a forward began on files that were edited"
+
+
+def test_drafts_are_not_made_from_files_that_were_edited(test_checkpoint, tmp_path):
+    folder = shutil.copytree(test_checkpoint, tmp_path / "checkpoint")
+    model = load_model(Checkpoint(folder), load_ops("cpu"), context=256)
+    bench = Bench(model, 5, (1, 1))
+    path = model.files[0].path
+    path.write_bytes(path.read_bytes())
+    with pytest.raises(CheckpointError, match=rf"{path} was edited since it was opened"):
+        propose_mtp(model, bench.state, bench.streams, [3, 4], 2)
 
 
 def test_a_stream_that_cannot_be_restored_takes_no_slot_or_page(test_checkpoint, monkeypatch):

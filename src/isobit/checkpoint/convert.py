@@ -158,7 +158,7 @@ def convert(
             _run_jobs(plan, checkpoint, work, progress or (lambda done, total: None))
             try:
                 _write_output(checkpoint, options, plan, work)
-                checkpoint.store.check_unchanged()
+                checkpoint.store.check_unedited()
                 work.move_output(target)
             except OSError as error:
                 raise IsobitError(
@@ -432,8 +432,8 @@ def _run_jobs(plan: Plan, checkpoint: Checkpoint, work: WorkFolder, progress: Pr
 
             with plan.bench.working():
                 arrays = job.run(advance)
-            # No piece is kept that may be of other files than the record's.
-            checkpoint.store.check_unchanged()
+            # No piece is kept that may be of other bytes than the record's.
+            checkpoint.store.check_unedited()
             work.save(job.key, arrays)
         done += job.weights
         progress(done, total)

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from isobit.checkpoint.mapped import FileStamp
 from isobit.checkpoint.store import TensorStore
 from isobit.checkpoint.synth_memory import MemoryStore
 from isobit.checkpoint.synth_recipe import recipe_digest
@@ -29,7 +30,7 @@ def checkpoint_identity(store: TensorStore) -> str:
     if isinstance(store, MemoryStore):
         return recipe_digest(store.options)
     digests = [_config_digest(store.folder), *sorted(_file_digests(store))]
-    store.check_unchanged()
+    store.check_in_place()
     return hashlib.sha256("".join(digests).encode()).hexdigest()
 
 
@@ -37,18 +38,13 @@ def files_stamp(store: TensorStore) -> str:
     """SHA-256, hexadecimal, over the sizes and modification times of a checkpoint's files: another one after any edit.
 
     It sees what `checkpoint_identity` does not, but a copy has another stamp as well. Weights that are made in memory
-    have no files and one stamp. Raises CheckpointError for a file that is gone.
+    have no files and one stamp. Raises CheckpointError for a `config.json` that is gone.
     """
     if isinstance(store, MemoryStore):
         return recipe_digest(store.options)
-    stamps = []
-    for path in (store.folder / "config.json", *store.files):
-        try:
-            stat = path.stat()
-        except OSError as error:
-            raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
-        stamps.append((stat.st_size, stat.st_mtime_ns))
-    return hashlib.sha256(json.dumps(sorted(stamps)).encode()).hexdigest()
+    config = store.folder / "config.json"
+    stamps = [FileStamp.of(config, config), *store.stamps]
+    return hashlib.sha256(json.dumps(sorted((s.size, s.modified) for s in stamps)).encode()).hexdigest()
 
 
 def _config_digest(folder: Path) -> str:

@@ -29,7 +29,7 @@ from isobit.errors import CheckpointError, IsobitError, counted
 Layout = LinearLayout | EmbeddingLayout | NgramLayout | TensorInfo
 Progress = Callable[[int, int], None]
 
-TOKENIZER = "tokenizer"  # what a problem of the files for text is called
+TEXT_FILES = "tokenizer or chat template"  # what a problem of these is called
 GROUPS_A_STEP = 256  # between two reports of progress
 
 
@@ -120,10 +120,11 @@ def inspect_folder(folder: str | Path, progress: Progress | None = None) -> Insp
             else:
                 _count(reports[group.tensor_class], group, layout, mapped=not synthetic)
                 used.update(info.name for info in _tensors(layout))
+        has_template = True
         try:
-            Tokenizer(checkpoint.folder)
+            has_template = Tokenizer(checkpoint.folder).has_chat_template
         except IsobitError as error:
-            problems[TOKENIZER] = str(error)
+            problems[TEXT_FILES] = str(error)
         failed = [group for group in checkpoint.groups.values() if group.name in missing or group.name in problems]
         unread = tuple(checkpoint.file_name(group.name) + end for group in failed for end in {"", group.suffix})
         used.update(name for name in checkpoint.store.names if is_below(name, unread))
@@ -143,7 +144,7 @@ def inspect_folder(folder: str | Path, progress: Progress | None = None) -> Insp
             classes=[report for report in reports.values() if report.groups],
             missing=missing,
             problems=problems,
-            notes=list(_notes(checkpoint, used)),
+            notes=list(_notes(checkpoint, used, has_template)),
         )
 
 
@@ -202,7 +203,7 @@ def _tensors(layout: Layout) -> Iterator[TensorInfo]:
         yield from layout.shards
 
 
-def _notes(checkpoint: Checkpoint, used: set[str]) -> Iterator[str]:
+def _notes(checkpoint: Checkpoint, used: set[str], has_template: bool) -> Iterator[str]:
     if isinstance(checkpoint.store, MemoryStore):
         options = checkpoint.store.options
         yield (
@@ -211,6 +212,11 @@ def _notes(checkpoint: Checkpoint, used: set[str]) -> Iterator[str]:
         )
     if checkpoint.lacks_mtp:
         yield "config.json names an MTP head, but the files hold none: replies are the same, without drafts"
+    if not has_template:
+        yield "there is no chat template: plain texts can be continued, conversations cannot"
+    beyond = sorted(token for token in checkpoint.stop_tokens if not 0 <= token < checkpoint.config.vocab_size)
+    if beyond:
+        yield f"eos_token_id names ids that no reply ends with, as the vocabulary has none of them: {beyond}"
     if checkpoint.config.unknown_keys:
         yield f"config.json has keys that isobit does not know: {', '.join(checkpoint.config.unknown_keys)}"
     markers = (".mcg", ".mul1")

@@ -17,10 +17,21 @@ class FileStamp:
     modified: int
 
     @classmethod
-    def of(cls, file: int | Path) -> "FileStamp":
-        """The stamp of an open descriptor's file, or of what is now under a path. Raises OSError."""
-        stat = os.stat(file)
+    def of(cls, path: Path, file: int | Path) -> "FileStamp":
+        """The stamp of an open descriptor's file, or of what is now under a path. Raises CheckpointError by `path`."""
+        try:
+            stat = os.stat(file)
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read any more ({error.strerror})") from None
         return cls(stat.st_size, stat.st_mtime_ns)
+
+    def check(self, path: Path, file: int | Path) -> None:
+        """Raise CheckpointError if the file has another stamp."""
+        now = FileStamp.of(path, file)
+        if now != self:
+            sizes = f" ({self.size:,} bytes then, {now.size:,} now)" if now.size != self.size else ""
+            what = "was edited" if isinstance(file, int) else "was edited or replaced"
+            raise CheckpointError(f"{path} {what} since it was opened{sizes}: start again, with a complete file")
 
 
 class MappedFile:
@@ -31,22 +42,14 @@ class MappedFile:
 
     def __init__(self, path: Path, descriptor: int, stamp: FileStamp):
         self.path = path
-        self.bytes = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
-        self._stamp = stamp
-        self._descriptor = os.dup(descriptor)
+        try:
+            self.bytes = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
+            self._descriptor = os.dup(descriptor)
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be mapped ({error.strerror})") from None
         weakref.finalize(self, os.close, self._descriptor)
+        self._stamp = stamp
 
     def check(self) -> None:
-        """Raise CheckpointError if the file was edited in place; reading it where it was cut off ends the process."""
-        stat = os.fstat(self._descriptor)
-        if stat.st_mtime_ns != self._stamp.modified or stat.st_size != self._stamp.size:
-            raise edited(self.path, self._stamp, FileStamp.of(self._descriptor))
-
-
-def edited(path: Path, before: FileStamp, now: FileStamp) -> CheckpointError:
-    """The error of a file that is not what it was when its header was read."""
-    sizes = f" ({before.size:,} bytes then, {now.size:,} now)" if now.size != before.size else ""
-    return CheckpointError(
-        f"{path} was edited since it was opened{sizes}: start again with a complete file; to change a checkpoint in "
-        "use, rename new files to their places"
-    )
+        """Raise CheckpointError if the file was edited in place; to read it where it was cut off ends the process."""
+        self._stamp.check(self.path, self._descriptor)

@@ -198,7 +198,6 @@ class Checkpoint:
             sizes=sizes,
             multipliers=multipliers,
             head_bias=None if bias is None else self._halves(bias),
-            files=self.store.mapped_files(shard.name for shard in layout.shards),
         )
 
     def ngram_layout(self, layer: int | str) -> NgramLayout:

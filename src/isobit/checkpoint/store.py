@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from isobit.checkpoint.mapped import FileStamp, MappedFile, edited
+from isobit.checkpoint.mapped import FileStamp, MappedFile
 from isobit.errors import CheckpointError
 
 # bfloat16 and the 8-bit floats have no NumPy type: they are held as unsigned integers of their size.
@@ -130,15 +130,25 @@ class TensorStore:
             return empty
         return np.ndarray(info.shape, NUMPY_TYPES[info.dtype], self._files[info.file].mapped().bytes, info.offset)
 
-    def mapped_files(self, names: Iterable[str]) -> tuple[MappedFile, ...]:
-        """The files, each once, that `map` shows these tensors in."""
-        files = {info.file: self._files[info.file] for info in map(self.info, names) if info.nbytes}
-        return tuple(file.mapped() for file in files.values())
+    @property
+    def mapped_files(self) -> tuple[MappedFile, ...]:
+        """The files that `map` has shown tensors in."""
+        return tuple(file.mapped() for file in self._files.values() if file.is_mapped)
 
-    def check_unchanged(self) -> None:
-        """Raise CheckpointError if under a file's path there is not what was there when its header was read."""
+    @property
+    def stamps(self) -> tuple[FileStamp, ...]:
+        """What each file was when its header was read."""
+        return tuple(file.stamp for file in self._files.values())
+
+    def check_unedited(self) -> None:
+        """Raise CheckpointError if one of the files, which must be open, was edited since its header was read."""
         for file in self._files.values():
-            file.check_unchanged()
+            file.check_unedited()
+
+    def check_in_place(self) -> None:
+        """Raise CheckpointError unless each path leads to what was there when its file's header was read."""
+        for path, file in self._files.items():
+            file.stamp.check(path, path)
 
     def read(self, name: str) -> np.ndarray:
         """An owned, writable, aligned, C-contiguous copy of a tensor. bfloat16 comes as uint16."""
@@ -246,8 +256,8 @@ class _File:
             self._descriptor: int | None = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be opened ({error.strerror})") from None
-        self._stamp = FileStamp.of(self._descriptor)
-        self.size = self._stamp.size
+        self.stamp = FileStamp.of(path, self._descriptor)
+        self.size = self.stamp.size
         self.metadata: Any = {}
 
     def tensors(self) -> list[TensorInfo]:
@@ -272,16 +282,15 @@ class _File:
     def mapped(self) -> MappedFile:
         with self._lock:
             if self._map is None:
-                self._map = MappedFile(self.path, self._open_descriptor(), self._stamp)
+                self._map = MappedFile(self.path, self._open_descriptor(), self.stamp)
             return self._map
 
-    def check_unchanged(self) -> None:
-        try:
-            stamp = FileStamp.of(self.path)
-        except OSError as error:
-            raise CheckpointError(f"{self.path}: cannot be read any more ({error.strerror})") from None
-        if stamp != self._stamp:
-            raise edited(self.path, self._stamp, stamp)
+    @property
+    def is_mapped(self) -> bool:
+        return self._map is not None
+
+    def check_unedited(self) -> None:
+        self.stamp.check(self.path, self._open_descriptor())
 
     def read_into(self, offset: int, *targets: memoryview) -> None:
         """Read bytes that follow each other into the targets in turn."""

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from isobit.checkpoint.config import FlashNextConfig, load_config, load_stop_tokens
-from isobit.checkpoint.mapped import MappedFile
 from isobit.checkpoint.names import PUBLISHED_PREFIX
 from isobit.checkpoint.reader import Checkpoint
 from isobit.checkpoint.store import NUMPY_TYPES, Each, TensorInfo, TensorStore
@@ -91,10 +90,6 @@ class MemoryStore(TensorStore):
         return np.resize(pool[start : start + period], tensor.shape)
 
     map = read
-
-    def mapped_files(self, names: Iterable[str]) -> tuple[MappedFile, ...]:
-        """Nothing is mapped."""
-        return ()
 
     def read_rows(self, name: str, first: int, count: int) -> np.ndarray:
         """Rows as `TensorStore.read_rows` gives them, not to be changed either."""

@@ -4,8 +4,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from isobit.checkpoint.mapped import MappedFile
-
 CODEBOOKS = ("3inst", "mcg", "mul1")
 WIDTHS = (1, 1.5, 2, 2.5, 3, 3.5, 4, 5, 6, 7, 8)
 
@@ -115,7 +113,6 @@ class NgramTable:
     Quantized: shards int16 [rows, 1 + width*bits/16], `bits` set. Plain: float16 or float32 [rows, width], or uint16
     holding bfloat16 bits with `bfloat16` set; bits None. All shards but the last hold `shard_rows` rows.
     offsets, sizes: int64 [heads]; multipliers: int64 [order]; head_bias: float16 [heads, width] or None.
-    files: what the shards are maps of; none of shards that lie in memory.
     """
 
     name: str
@@ -128,13 +125,7 @@ class NgramTable:
     sizes: np.ndarray
     multipliers: np.ndarray
     head_bias: np.ndarray | None
-    files: tuple[MappedFile, ...] = ()
 
     @property
     def heads(self) -> int:
         return len(self.offsets)
-
-    def check_files(self) -> None:
-        """Raise CheckpointError if one of the files was edited since it was opened."""
-        for file in self.files:
-            file.check()

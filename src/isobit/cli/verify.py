@@ -58,7 +58,7 @@ def verify(
     if not any(isinstance(item, work.Task) or item.comparable for item in prepared):
         raise _none_comparable([item.problem or "" for item in prepared if isinstance(item, work.Verdict)])
     verdicts = []
-    for verdict in _verdicts(prepared, chosen, device=computing, memory_gib=memory_gib, threads=threads):
+    for verdict in _verdicts(prepared, chosen, origin, device=computing, memory_gib=memory_gib, threads=threads):
         verdicts.append(verdict)
         if not as_json:
             print(verdict, flush=True)
@@ -67,7 +67,7 @@ def verify(
         raise typer.Exit(1)
 
 
-def _verdicts(prepared: "list[Task | Verdict]", folder: Path, **chosen: Any) -> "Iterator[Verdict]":
+def _verdicts(prepared: "list[Task | Verdict]", folder: Path, origin: "Origin", **chosen: Any) -> "Iterator[Verdict]":
     """The verdicts in order, each as soon as it is known. chosen: fields of EngineSettings."""
     from isobit.checkpoint.config import load_config
     from isobit.serve.verify import Task, judge
@@ -79,6 +79,8 @@ def _verdicts(prepared: "list[Task | Verdict]", folder: Path, **chosen: Any) -> 
     context = min(max(rows), load_config(folder).max_position_embeddings)
     engine = open_engine(folder, context=context, drafts=False, **chosen)
     try:
+        if engine.origin != origin:
+            raise IsobitError(f"{folder} was replaced while it was read: start again")
         for item in prepared:
             yield judge(item, partial(follow, engine)) if isinstance(item, Task) else item
     finally:

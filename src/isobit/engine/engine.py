@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class EngineStatus:
-    """What the engine is doing, for metrics and health."""
+    """What the engine is doing, for metrics and health. problem: what requests fail with, until one does not."""
 
     running: int
     queued: int
@@ -53,6 +53,7 @@ class EngineStatus:
     resident_bytes: int
     segment_rows: int
     cache: CacheMetrics
+    problem: str | None = None
 
 
 class Engine:
@@ -140,6 +141,7 @@ class Engine:
             resident_bytes=memory.anonymous_resident(),
             segment_rows=self.segment_rows,
             cache=self.rounds.cache.metrics(),
+            problem=self.rounds.problem,
         )
 
     def hurry(self) -> None:

@@ -18,7 +18,7 @@ from isobit.engine.prompt_cache import Kind, PromptCache
 from isobit.engine.request import FinishReason, PromptProgress, Request, TokenEvent
 from isobit.engine.settings import EngineSettings
 from isobit.engine.shortage import OUT_OF_MEMORY, Shortage, fewer_rows
-from isobit.errors import IsobitError, counted, first_sentence, ran_out
+from isobit.errors import CheckpointError, IsobitError, counted, first_sentence, ran_out
 from isobit.model.flash_next import FlashNext
 from isobit.model.plan import Plan, Segment
 from isobit.model.state import StateFullError, StatePool, Stream, pages_for
@@ -72,6 +72,7 @@ class Rounds:
         self.shortage = Shortage()
         self.lanes: list[Lane] = []
         self.prompt_rows = self.reply_tokens = 0
+        self.problem: str | None = None  # what every request fails with
 
     def run(self) -> None:
         """One forward for the active lanes, more where memory is short: choose, plan, forward, sample, commit."""
@@ -152,6 +153,7 @@ class Rounds:
         except Exception as error:
             self._fail([turn.lane for turn in turns], error)
             return
+        self.problem = None
         self._learn(turns, samples, self.drafter.clock() - started)
         row = 0
         for turn in turns:
@@ -167,6 +169,8 @@ class Rounds:
             for lane in lanes:
                 self._retire_short(lane, first_sentence(error))
             return
+        if isinstance(error, CheckpointError):
+            self.problem = str(error)
         known = isinstance(error, IsobitError)
         message = str(error) if known else f"{type(error).__name__}: {error}"
         log.error("a round failed: %s", message, exc_info=None if known else error)

@@ -403,7 +403,7 @@ class SpillStore:
             whole = found == checksum(metadata, arrays)
             whole = whole and all(metadata.get(name) == value for name, value in expected.items())
         except (IsobitError, OSError) as error:
-            whole, problem = False, str(error)
+            whole, problem = False, _found(error)
         if not whole:
             drop()
             log.warning("%s in the spill folder is damaged and was removed: %s", path.name, problem)
@@ -472,8 +472,13 @@ def _without_prefix(arrays: Arrays, prefix: str) -> Arrays:
 
 
 def _remove_damaged(path: Path, error: Exception) -> None:
-    log.warning("%s in the spill folder is damaged or truncated and was removed: %s", path.name, error)
+    log.warning("%s in the spill folder is damaged or truncated and was removed: %s", path.name, _found(error))
     unlink(path)
+
+
+def _found(error: Exception) -> str:
+    """What is wrong with a file, without what to do about a checkpoint's."""
+    return str(error).partition(";")[0]
 
 
 def _key(path: Path) -> str:

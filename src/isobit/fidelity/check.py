@@ -54,7 +54,10 @@ def check(
     mine = run_isobit(checkpoint, ids, device)
     say("dequantizing for the reference")
     load_reference(reference, checkpoint)
-    return compare(mine, reference, checkpoint, ids, say, CPU_LIMITS if device == "cpu" else CUDA_LIMITS)
+    report = compare(mine, reference, checkpoint, ids, say, CPU_LIMITS if device == "cpu" else CUDA_LIMITS)
+    # A difference must not be that of two states of a file.
+    checkpoint.store.check_unedited()
+    return report
 
 
 def fitting_reference(

@@ -136,7 +136,6 @@ def widened(values: np.ndarray, bfloat16: bool) -> np.ndarray:
 
 def _gather(table: NgramTable) -> Callable[[np.ndarray], np.ndarray]:
     def gather(ids: np.ndarray) -> np.ndarray:
-        table.check_files()
         heads = np.broadcast_to(np.arange(table.heads), ids.shape).reshape(-1)
         rows = np.stack([table.shards[row // table.shard_rows][row % table.shard_rows] for row in ids.reshape(-1)])
         bias = None if table.head_bias is None else table.head_bias[heads]

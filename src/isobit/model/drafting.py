@@ -30,8 +30,10 @@ def propose_mtp(
     tokens[i] is drawn already, but not in the stream's state. draws: how each stream's tokens are drawn, their
     positions apart, since a draft drawn as its stream draws is accepted more often; None takes the likeliest, ties to
     the lower id. A chain is shorter, or empty, where the context ends, pages are short, the stream has no row yet, or a
-    logit is not finite. The state stays as it was for every later forward; the streams need no journal.
+    logit is not finite. The state stays as it was for every later forward; the streams need no journal. Raises
+    CheckpointError if a file that the model reads from was edited.
     """
+    model.check_files()
     depths = [depth] * len(streams) if isinstance(depth, int) else list(depth)
     lengths = [_length(model, state, stream, wanted) for stream, wanted in zip(streams, depths, strict=True)]
     # The longest chains first, so that those which go on are always the first rows.

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from isobit.checkpoint.config import FlashNextConfig
+from isobit.checkpoint.mapped import MappedFile
 from isobit.model.blocks import Handle, Layer, Pass, SparseAttention
 from isobit.model.mtp import MTP, MTP_ROWS, MtpHead, completed_rows
 from isobit.model.plan import Plan
@@ -28,7 +29,10 @@ DECODED_PANELS = 1 << 20  # float32 values of decoded weights that the threads h
 
 @dataclass(frozen=True)
 class FlashNext:
-    """The whole model on one device. `context`: the most rows a stream may have (rotary tables reach that far)."""
+    """The whole model on one device. `context`: the most rows a stream may have (rotary tables reach that far).
+
+    files: those of the checkpoint whose bytes are read where they lie while it runs.
+    """
 
     ops: Any
     config: FlashNextConfig
@@ -38,6 +42,12 @@ class FlashNext:
     mixer: Handle
     head: Handle
     mtp: MtpHead | None
+    files: tuple[MappedFile, ...] = ()
+
+    def check_files(self) -> None:
+        """Raise CheckpointError if one of the files was edited in place."""
+        for file in self.files:
+            file.check()
 
     def forward(self, state: StatePool, plan: Plan, trace: Trace | None = None) -> Array:
         """Run the plan's rows through the model and into their streams' state.
@@ -63,6 +73,7 @@ class FlashNext:
         """The logits and, with draws among the arrays, the arrays of the samples."""
         undo = Undo(state, [segment.stream for segment in plan.segments])
         with environment.default(), undo.on_failure():
+            self.check_files()
             undo.hold(layer.ngram.history for layer in self.layers if layer.ngram is not None)
             inputs = self._inputs(state, plan, arrays)
             key = ("forward", state, state.journals_id if inputs.batches[TRUNK].journal_rows else None)
@@ -70,6 +81,8 @@ class FlashNext:
                 results = self.ops.passes.run(
                     key, inputs, lambda given: self._results(state, given, trace), trace is None, undo.hold_rest
                 )
+                # They may have been edited while they were read.
+                self.check_files()
         for segment in plan.segments:
             segment.stream.rows += len(segment.tokens)
         return results

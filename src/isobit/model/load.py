@@ -21,15 +21,15 @@ MTP_LAYER = "mtp.layers.0"
 def load_model(checkpoint: Checkpoint, ops: Any, context: int, progress: Progress | None = None) -> FlashNext:
     """Prepare every weight for the device of `ops`. context: the most rows a stream may have.
 
-    Raises CheckpointError, naming the tensor, for anything missing or malformed, and for files that are edited or
-    replaced meanwhile.
+    Raises CheckpointError, naming the tensor, for anything missing or malformed, and for files that are edited
+    meanwhile.
     """
     config = checkpoint.config
     prefixes = [f"layers.{index}" for index in range(config.num_hidden_layers)]
     layers = [*prefixes, *([MTP_LAYER] if config.has_mtp else [])]
     with environment.default(), ReadAhead(checkpoint, layers, copies=ops.family != "cpu") as ahead:
         model = _load(Loader(checkpoint, ops, context, ahead), Steps(checkpoint, progress))
-    checkpoint.store.check_unchanged()
+    checkpoint.store.check_unedited()
     return model
 
 
@@ -56,6 +56,7 @@ def _load(loader: "Loader", steps: "Steps") -> FlashNext:
         mixer=loader.gated_residual("hyper_connection_mixer"),
         head=head,
         mtp=mtp,
+        files=checkpoint.store.mapped_files,
     )
 
 

@@ -87,16 +87,18 @@ class Service:
         }
 
     def health(self) -> Response:
-        """GET /health: 200, or 503 once the server is stopping."""
+        """GET /health: 200, or 503 once the server is stopping, or while the checkpoint cannot be read any more."""
         status = self.engine.status()
         content = {
-            "status": "stopping" if self.stopping else "ok",
+            "status": "stopping" if self.stopping else "ok" if status.problem is None else "failing",
             "model": self.options.name,
             "lanes": status.lanes,
             "running": status.running,
             "queued": status.queued,
         }
-        return JSONResponse(content, status_code=503 if self.stopping else 200)
+        if status.problem is not None:
+            content["problem"] = status.problem
+        return JSONResponse(content, status_code=200 if content["status"] == "ok" else 503)
 
     async def _serve(self, request: Request, parse: Callable[[dict[str, Any]], Common]) -> Response:
         if self.stopping:
