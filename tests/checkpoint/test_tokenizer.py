@@ -1,6 +1,7 @@
 """The tokenizer against Hugging Face's own code and against plain UTF-8, and what it refuses."""
 
 import json
+import os
 import shutil
 from datetime import datetime
 from pathlib import Path
@@ -354,6 +355,14 @@ def test_broken_files_are_named(folder, name, content, message):
         Tokenizer(folder)
     assert str(folder) in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
+def test_what_is_no_file_is_not_said_to_be_missing(folder, make):
+    (folder / "tokenizer.json").unlink()
+    make(folder / "tokenizer.json")
+    with pytest.raises(CheckpointError, match=r"tokenizer.json: is no regular file"):
+        Tokenizer(folder)
 
 
 def test_a_template_that_is_no_utf8_is_named(folder):

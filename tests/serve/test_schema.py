@@ -131,7 +131,10 @@ def test_a_wrong_value_names_its_field(fields):
         ({"prefill": "fast"}, "field 'prefill': expected 'deep', 'batched' or 'serial', got 'fast'"),
         ({"messages": []}, "field 'messages': expected at least 1, got a list of 0"),
         ({"messages": ["hi"]}, "field 'messages[0]': expected an object, got 'hi'"),
-        ({"messages": [{"role": "user", "refusal": "no"}]}, "field 'messages[0].refusal': expected null, got 'no'"),
+        (
+            {"messages": [{"role": "user", "content": "hi", "refusal": "no"}]},
+            "field 'messages[0].refusal': expected null, got 'no'",
+        ),
     ],
 )
 def test_a_wrong_value_is_told_in_words_for_people(fields, said):
@@ -142,6 +145,9 @@ def test_a_wrong_value_is_told_in_words_for_people(fields, said):
     ("message", "field"),
     [
         ({"role": "user", "content": 5}, "messages[0].content"),
+        ({"role": "user"}, "messages[0].content"),
+        ({"role": "system", "content": None}, "messages[0].content"),
+        ({"role": "tool", "tool_call_id": "c1"}, "messages[0].content"),
         ({"role": "robot", "content": "hi"}, "messages[0].role"),
         ({"role": "user", "content": "hi", "colour": "red"}, "messages[0].colour"),
         ({"content": "hi"}, "messages[0].role"),

@@ -208,8 +208,10 @@ def _tokens_before(end: int, offsets: Sequence[tuple[int, int]]) -> int:
 
 
 def _load(path: Path) -> tokenizers.Tokenizer:
-    if not path.is_file():
+    if not path.exists():
         raise CheckpointError(f"{path.parent} holds no {path.name}; a checkpoint needs its tokenizer, {AGAIN}")
+    if not path.is_file():
+        raise CheckpointError(f"{path}: is no regular file; {AGAIN}")
     try:
         content = path.read_bytes()
     except OSError as error:

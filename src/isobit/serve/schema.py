@@ -5,7 +5,7 @@ import secrets
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo
 
 from isobit import settings
 from isobit.engine.request import Request, Sampling
@@ -81,8 +81,9 @@ def _stops(value: Any) -> tuple[str, ...]:
     return tuple(stops)
 
 
-def _content(value: Any) -> Any:
-    if value is None or isinstance(value, str):
+def _content(value: Any, given: ValidationInfo) -> Any:
+    """None where a message may do without: an assistant's, which may be tool calls alone."""
+    if isinstance(value, str) or (value is None and given.data.get("role", "assistant") == "assistant"):
         return value
     if isinstance(value, list) and all(isinstance(part, dict) for part in value):
         return value
@@ -221,7 +222,7 @@ class Message(_Strict):
     """One message of a chat, with what OpenAI's clients send back of an earlier reply."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[Any, BeforeValidator(_content)] = None
+    content: Annotated[Any, BeforeValidator(_content), Field(validate_default=True)] = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
