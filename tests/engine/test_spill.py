@@ -245,6 +245,7 @@ def test_damage_is_logged_with_the_file_and_the_reason(tmp_path, caplog):
     truncated.write_bytes(truncated.read_bytes()[:-1])
     store = open_store(tmp_path)
     assert f"{truncated.name} in the spill folder is damaged or truncated and was removed" in caplog.text
+    assert "download" not in caplog.text
     flipped.write_bytes(flipped.read_bytes()[:-1] + b"\xee")
     (state,) = [*store.path(TOKENS[:20]), *store.path([7, *TOKENS[:20]])]
     with pytest.raises(SpillDamagedError, match="checksum"):

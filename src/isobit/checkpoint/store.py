@@ -47,6 +47,7 @@ FORMAT_NAMES: dict[np.dtype, str] = {
 }
 HEADER_LIMIT = 100_000_000  # bytes; the safetensors package refuses longer headers too
 MAX_AXES = 64  # NumPy's
+INCOMPLETE = "; not a complete safetensors file, download or convert it again"  # ends what is said of a malformed one
 SHOWN = 80  # characters of a wrong value that a message repeats
 Each = Callable[..., Iterable[Any]]  # a `map`, whose calls may go to several threads
 
@@ -324,7 +325,7 @@ class _File:
         return self._descriptor
 
     def _bad(self, problem: str) -> CheckpointError:
-        return CheckpointError(f"{self.path} {problem}; not a complete safetensors file, download or convert it again")
+        return CheckpointError(f"{self.path} {problem}{INCOMPLETE}")
 
     def _parse(self, text: bytes) -> dict[str, Any]:
         def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ def inspect(
 ) -> None:
     """Show a checkpoint's layers, widths, codebooks and sizes, and everything in it that cannot be used.
 
-    Reads headers only. Exit code 1 if any tensor, or the tokenizer, is missing or does not parse.
+    Reads no weights. Exit code 1 if a tensor, the tokenizer or the chat template cannot be used.
     """
     from isobit.checkpoint.inspect import inspect_folder
 

@@ -26,7 +26,7 @@ from typing import IO
 
 import numpy as np
 
-from isobit.checkpoint.store import read_tensors
+from isobit.checkpoint.store import INCOMPLETE, read_tensors
 from isobit.engine.radix import Node, RadixTree, Tokens, as_tokens
 from isobit.engine.spill_writer import QUEUE_BYTES, SpillWriter, Write, checksum, unlink
 from isobit.errors import IsobitError, counted, ran_out
@@ -478,7 +478,7 @@ def _remove_damaged(path: Path, error: Exception) -> None:
 
 def _found(error: Exception) -> str:
     """What is wrong with a file, without what to do about a checkpoint's."""
-    return str(error).partition(";")[0]
+    return str(error).removesuffix(INCOMPLETE)
 
 
 def _key(path: Path) -> str:
